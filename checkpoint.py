@@ -1,0 +1,127 @@
+"""A run's folder: the one place that knows its files.
+
+    config.json   the TrainConfig that made it
+    log.jsonl     what was measured, a JSON object a line
+    ckpt.pt       the latest state, enough to go on with: weights, optimiser, step
+    best.pt       the weights with the lowest validation loss
+
+Checkpoints hold plain types and tensors and are read with weights_only=True: loading one runs no code.
+They carry the tokenizer, so a checkpoint alone can print text. Every file is written under another name
+and renamed when it is whole, so that a kill at any moment leaves the previous one.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import torch
+
+from model import GPT, GPTConfig
+
+RUNS = Path("runs")  # where runs go whose folder nobody named
+
+
+def write(path, save):
+    """Calls save(file) on a new file and puts it in the place of `path` once it is on disk."""
+    temporary = path.with_name(path.name + ".new")
+    with open(temporary, "wb") as file:
+        save(file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def save(path, **state):
+    write(Path(path), lambda file: torch.save(state, file))
+
+
+def load(path):
+    """The dict that `save` wrote, its tensors on the CPU. Raises ValueError with one sentence if `path` is not one."""
+    if not Path(path).is_file():
+        raise ValueError(f"{path} does not exist: train first, or name another run")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        GPTConfig(**state["model_config"]).check()
+    except Exception as error:  # whatever a damaged or foreign file provokes, it is the file that is wrong
+        raise ValueError(f"{path} is not a checkpoint of this project ({type(error).__name__})") from None
+    return state
+
+
+def find(run, prefer=("best.pt", "ckpt.pt")):
+    """The path of a run's checkpoint, the first of `prefer` that exists."""
+    paths = [Path(run) / name for name in prefer]
+    return next((path for path in paths if path.is_file()), paths[0])
+
+
+def pick_device(name="auto"):
+    """The torch device of that name; "auto" is the first of cuda, mps and cpu that this machine has.
+
+    Raises ValueError with one sentence if it has none of that name.
+    """
+    here = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    kind = next(k for k, there in here.items() if there) if name == "auto" else name.split(":")[0]
+    if not here.get(kind):
+        raise ValueError(f"device={name!r} is not on this machine: use auto or {', '.join(k for k in here if here[k])}")
+    return torch.device(kind if name == "auto" else name)
+
+
+def load_model(state, device="cpu"):
+    """A checkpoint's model, on the device, in eval mode."""
+    model = GPT(GPTConfig(**state["model_config"]))
+    model.load_state_dict(state["model"])
+    return model.to(device).eval()
+
+
+def newest_run(root=RUNS):
+    """The folder under root whose checkpoint was written last. Raises ValueError if there is none."""
+    checkpoints = list(Path(root).glob("*/ckpt.pt"))
+    if not checkpoints:
+        raise ValueError(f"no run in {root}/: train first (python train.py), or name one with --out_dir")
+    return max(checkpoints, key=lambda path: path.stat().st_mtime).parent
+
+
+def free_name(name, root=RUNS):
+    """root/name, or root/name-2, -3, ..: the first folder that does not exist."""
+    n = 1
+    while (folder := Path(root) / (name if n == 1 else f"{name}-{n}")).exists():
+        n += 1
+    return folder
+
+
+def write_config(run, config):
+    write(Path(run) / "config.json", lambda file: file.write(json.dumps(config, indent=1).encode()))
+
+
+def read_config(run):
+    """The settings of a run, a dict. Raises ValueError with one sentence if there are none."""
+    path = Path(run) / "config.json"
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise ValueError(f"{path} is missing or damaged: {run} is not the folder of a run") from None
+
+
+class Log:
+    """log.jsonl: `append` adds a line. Opened again at a step, it drops the lines from that step on."""
+
+    def __init__(self, run, step=0):
+        self.path = Path(run) / "log.jsonl"
+        if self.path.exists():
+            kept = [line for line in read_log(run) if line.get("step", -1) < step]
+            text = "".join(json.dumps(line) + "\n" for line in kept)
+            write(self.path, lambda file: file.write(text.encode()))
+
+    def append(self, **record):
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def read_log(run):
+    """The lines of log.jsonl, dicts; a last line that a kill cut short is left out."""
+    lines = []
+    for line in (Path(run) / "log.jsonl").read_text(encoding="utf-8").splitlines():
+        try:
+            lines.append(json.loads(line))
+        except ValueError:
+            break
+    return lines

@@ -1,0 +1,104 @@
+"""The settings of a run: every flag of train.py, its default, and the one check of them all."""
+
+import math
+from dataclasses import dataclass, fields
+
+from data.stories import Difficulty
+from model import GPTConfig
+
+
+@dataclass
+class TrainConfig:
+    """A run. The defaults are the quick start: minutes on a laptop's CPU."""
+
+    # the model; see GPTConfig
+    attention: str = "diff"  # standard, diff (the paper) or diff_v2
+    n_layer: int = 4
+    n_head: int = 4  # query heads of the standard kind
+    n_kv_head: int = 0  # key heads; 0 means n_head
+    n_embd: int = 128  # channels
+    block_size: int = 256  # tokens a window
+    dropout: float = 0.0
+    init_std: float = GPTConfig.init_std  # of every matrix at the start
+    rope_theta: float = GPTConfig.rope_theta
+    tie_embeddings: bool = True  # input and output embedding are one matrix
+
+    # the text
+    dataset: str = "stories"  # stories, shakespeare, or the path of a UTF-8 file
+    tokenizer: str = "char"  # char, or bpe: byte pairs learned from the text
+    bpe_vocab_size: int = 1024  # tokens
+    people: int = Difficulty.people  # stories: people, each with a thing
+    scenes: int = Difficulty.scenes  # stories: sentences about nothing
+    sightings: int = Difficulty.sightings  # stories: sentences that could be taken for an answer
+    questions: int = Difficulty.questions  # stories: questions at the end
+
+    # the optimiser
+    max_iters: int = 2000  # updates
+    batch_size: int = 16  # windows a micro-batch
+    gradient_accumulation_steps: int = 1  # micro-batches an update
+    learning_rate: float = 2e-3  # at its highest
+    min_lr: float = 0.0  # at the end
+    warmup_iters: int = 100  # updates
+    lr_decay_iters: int = 0  # updates until min_lr; 0 means max_iters
+    lr_schedule: str = "linear"  # linear or cosine
+    weight_decay: float = 0.1  # of matrices; norm gains and lambda vectors have none
+    beta1: float = 0.9  # AdamW
+    beta2: float = 0.95  # AdamW
+    grad_clip: float = 1.0  # largest norm of the gradient; 0 is no limit
+
+    # the run
+    out_dir: str = ""  # the run's folder; empty means a new one, runs/DATASET-ATTENTION
+    eval_interval: int = 250  # updates
+    eval_windows: int = 200  # validation windows (stories: whole stories)
+    log_interval: int = 10  # updates
+    seed: int = 0  # initial weights and dropout
+    data_seed: int = 0  # batches
+    device: str = "auto"  # auto, cuda, mps or cpu
+    dtype: str = "auto"  # auto, float32, bfloat16 or float16: what matrix products are computed in
+    compile: str = "auto"  # auto, on or off: torch.compile; auto is on for CUDA
+    resume: bool = False  # go on with the run in out_dir
+    init_from: str = ""  # start from the best weights of this run
+    eval_only: bool = False  # evaluate the run in out_dir, train nothing
+    preset: str = "laptop"  # a key of PRESETS: other defaults for all of the above
+
+    def model_config(self, vocab_size=GPTConfig.vocab_size):
+        own = {f.name: getattr(self, f.name) for f in fields(GPTConfig) if f.name != "vocab_size"}
+        return GPTConfig(vocab_size=vocab_size, **own)
+
+    def difficulty(self):
+        return Difficulty(self.people, self.scenes, self.sightings, self.questions)
+
+    def check(self):
+        """Raises ValueError with one sentence: the field, its value, the nearest legal value."""
+        for name, lowest in dict.fromkeys(AT_LEAST_1, 1).items() | dict.fromkeys(AT_LEAST_0, 0).items():
+            value = getattr(self, name)
+            if not lowest <= value < math.inf:  # also refuses nan
+                raise ValueError(f"{name}={value} must be a number of at least {lowest}")
+        if not self.learning_rate > 0:
+            raise ValueError(f"learning_rate={self.learning_rate} must be greater than 0")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 0 and less than 1")
+        for name, legal in CHOICES.items():
+            if getattr(self, name) not in legal:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(legal)}")
+        self.model_config().check()
+        self.difficulty().check()
+
+
+AT_LEAST_1 = "batch_size gradient_accumulation_steps eval_interval eval_windows log_interval".split()
+AT_LEAST_0 = "max_iters learning_rate min_lr warmup_iters lr_decay_iters weight_decay grad_clip seed data_seed".split()
+PRESETS = {
+    "laptop": {},
+    "long": dict(),
+    "gpu": dict(),
+}
+CHOICES = {
+    "dtype": ("auto", "float32", "bfloat16", "float16"),
+    "compile": ("auto", "on", "off"),
+    "lr_schedule": ("linear", "cosine"),
+    "tokenizer": ("char", "bpe"),
+    "preset": tuple(PRESETS),
+}
+# What may differ when a run is resumed: the rest would make it another run.
+MAY_CHANGE = "max_iters out_dir eval_interval log_interval device compile resume init_from eval_only preset".split()

@@ -1,0 +1,455 @@
+"""A GPT whose attention is standard or differential: the whole model, in this file.
+
+    from model import GPT, GPTConfig
+    model = GPT(GPTConfig(attention="diff"))     # or "standard", or "diff_v2"
+    logits, loss = model(idx, targets)           # (B, T) token ids -> (B, T, V), scalar
+
+Around the attention everything is the same for every kind: RMSNorm before each branch, RoPE,
+SwiGLU, no biases. One equation covers all of them (Ye et al. 2024, arXiv 2410.05258, eq. 1):
+
+    y = (A1 - lam A2) V,    Ai = softmax(Qi Ki^T / sqrt(D))  over the tokens so far
+
+"standard" has no second map; "diff" (V1) and "diff_v2" (V2) differ in where lam, K and V come from.
+
+Shapes: B batch, T new tokens, S tokens attended to, C = n_embd, H = n_head, D = C / H (the head
+size, the paper's d), V vocabulary. Read from top to bottom: every name is known when it is used.
+"""
+
+import math
+import zlib
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+
+@dataclass
+class GPTConfig:
+    """The architecture: all that changes the function from tokens to logits. Stored in checkpoints."""
+
+    block_size: int = 256  # tokens: the window that training and generation use
+    vocab_size: int = 64  # tokens
+    n_layer: int = 4
+    n_head: int = 4  # query heads of the standard kind; the others derive theirs from it
+    n_kv_head: int = 0  # key heads, shared by groups of query heads; 0 means n_head
+    n_embd: int = 128  # C, channels
+    dropout: float = 0.0  # probability, on embeddings and residual branches
+    attention: str = "diff"  # a key of ATTENTIONS
+    init_std: float = 0.1  # of every matrix at the start
+    rope_theta: float = 10000.0  # RoPE's base wavelength, tokens / (2 pi)
+    tie_embeddings: bool = True  # one matrix reads tokens in and scores them at the end
+
+    @property
+    def head_size(self):
+        return self.n_embd // self.n_head
+
+    @property
+    def kv_heads(self):
+        return self.n_kv_head or self.n_head
+
+    def check(self):
+        """Raises ValueError with one sentence: the field, its value, the nearest legal value."""
+        for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.attention not in ATTENTIONS:
+            raise ValueError(f"attention={self.attention!r} must be one of {', '.join(ATTENTIONS)}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout} must be at least 0 and less than 1")
+        for name in ("init_std", "rope_theta"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)} must be a positive number")
+        unit = ATTENTIONS[self.attention].head_multiple
+        if self.n_head % unit:
+            raise ValueError(
+                f"n_head={self.n_head} must be even for attention={self.attention}, which pairs heads:"
+                f" use {self.n_head + 1}"
+            )
+        if self.n_embd % (2 * self.n_head):
+            per_head = max(2, 2 * round(self.n_embd / self.n_head / 2))
+            raise ValueError(
+                f"n_embd={self.n_embd} does not divide into n_head={self.n_head} heads of even size"
+                f" (RoPE turns pairs of channels): use n_embd={per_head * self.n_head}"
+            )
+        legal = [n for n in range(unit, self.n_head + 1, unit) if self.n_head % n == 0]
+        if self.kv_heads not in legal:
+            nearest = min(legal, key=lambda n: abs(n - self.kv_heads))
+            why = " and be even, since a pair of heads needs two keys" if unit == 2 else ""
+            raise ValueError(f"n_kv_head={self.n_kv_head} must divide n_head={self.n_head}{why}: use {nearest}")
+
+
+# ------------------------------------------------------------------------------------------------
+# Small parts
+
+
+def upcast(x):
+    """At least float32: lambda, norms and RoPE are never computed in less, and float64 stays float64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis."""
+
+    def __init__(self, size, eps=1e-5):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = eps
+
+    def forward(self, x):
+        return F.rms_norm(upcast(x), self.weight.shape, upcast(self.weight), self.eps).type_as(x)
+
+
+def rope_table(start, end, D, theta, device, dtype):
+    """cos and sin of every position's angles, two tensors of (T, D/2). RoFormer, arXiv 2104.09864, eq. 15."""
+    frequency = theta ** (-torch.arange(0, D, 2, device=device, dtype=dtype) / D)  # (D/2), radians per token
+    angle = torch.outer(torch.arange(start, end, device=device, dtype=dtype), frequency)  # (T, D/2)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x, rope):
+    """RoPE: turns channel pair (j, j + D/2) of x (B, heads, T, D) by its token's j-th angle."""
+    cos, sin = rope
+    x1, x2 = x.chunk(2, dim=-1)  # the half-split pairing; the official code pairs (2j, 2j + 1)
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).type_as(x)
+
+
+class KVCache:
+    """Rotated keys and values of one layer, so that a new token costs one row of attention."""
+
+    def __init__(self, size):
+        self.size = size  # tokens
+        self.length = 0  # tokens held
+        self.k = self.v = None
+
+    def append(self, k, v):
+        """(B, heads, T, width) twice -> the same for all S tokens so far."""
+        if self.k is None:
+            self.k, self.v = (t.new_empty(*t.shape[:2], self.size, t.shape[3]) for t in (k, v))
+        new = slice(self.length, self.length + k.shape[2])
+        self.k[:, :, new], self.v[:, :, new] = k, v
+        self.length = new.stop
+        return self.k[:, :, : new.stop], self.v[:, :, : new.stop]
+
+
+# ------------------------------------------------------------------------------------------------
+# Attention itself, twice: `eager` shows its maps, `fused` never stores them. With grouped queries
+# K and V have fewer heads than Q, and each serves as many neighbouring query heads as it takes.
+
+
+def causal_mask(T, S, device):
+    """(T, S), true where one of the last T of S tokens may look: at itself and backwards."""
+    return torch.ones(T, S, dtype=torch.bool, device=device).tril(S - T)
+
+
+def softmax_map(q, k):
+    """One attention map: (B, H, T, D), (B, G, S, D) -> (B, H, T, S), each row a distribution over tokens."""
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    scores = q @ k.transpose(2, 3) * q.shape[3] ** -0.5
+    future = ~causal_mask(q.shape[2], k.shape[2], q.device)
+    return upcast(scores).masked_fill(future, -math.inf).softmax(dim=-1)
+
+
+def eager(q1, k1, q2, k2, v, lam):
+    """y = (A1 - lam A2) V, as in the paper. Stores T x S maps."""
+    A = softmax_map(q1, k1)
+    if q2 is not None:
+        A = A - lam[..., None] * softmax_map(q2, k2)
+    return A.type_as(v) @ v.repeat_interleave(q1.shape[1] // v.shape[1], dim=1)
+
+
+def fused(q1, k1, q2, k2, v, lam):
+    """y = A1 V - lam (A2 V), the same thing by linearity. Memory linear in T."""
+    y = flash(q1, k1, v)
+    if q2 is not None:
+        y = y - lam[..., None] * flash(q2, k2, v)
+    return y
+
+
+def flash(q, k, v):
+    """softmax(q k^T / sqrt(D)) v in one fused kernel: (B, H, T, D), (B, G, S, D), (B, G, S, E) -> (B, H, T, E)."""
+    T, S, D, E = q.shape[2], k.shape[2], q.shape[3], v.shape[3]
+    if E > D and T > 1:
+        # Flash kernels want q, k and v equally wide; given a wider v, PyTorch takes a slower kernel in
+        # silence (on a CPU one that stores the maps). Zeros add nothing to q . k, so pad. One query
+        # row (T = 1, generation) has no T x S map worth avoiding.
+        q, k = F.pad(q, (0, E - D)), F.pad(k, (0, E - D))
+    mask = None if T in (1, S) else causal_mask(T, S, q.device)
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=T == S, scale=D**-0.5, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+# ------------------------------------------------------------------------------------------------
+# The kinds of attention. To add one: a class that makes `operands` (or overrides `forward`), and a
+# line in ATTENTIONS. The parameter names q_proj .. subln are the official code's.
+
+
+class Attention(nn.Module):
+    """What every kind shares: projections, RoPE, cache, the two paths, the output projection."""
+
+    head_multiple = 1  # n_head and n_kv_head come in multiples of this
+    query_factor = 1  # query heads (softmax maps) for each of n_head
+    value_factor = 1  # width of a value, in head sizes
+    use_fused = True  # speed only: both paths give the same answer
+
+    def __init__(self, cfg, layer):
+        super().__init__()
+        C, D = cfg.n_embd, cfg.head_size
+        self.D = D
+        self.q_proj = nn.Linear(C, self.query_factor * cfg.n_head * D, bias=False)
+        self.k_proj = nn.Linear(C, cfg.kv_heads * D, bias=False)
+        self.v_proj = nn.Linear(C, cfg.kv_heads * D, bias=False)
+        self.out_proj = nn.Linear(C, C, bias=False)
+
+    def qkv(self, x, rope, cache):
+        """(B, T, C) -> queries (B, heads, T, D), keys (B, heads, S, D), values (B, heads, S, E), q and k rotated."""
+        q, k, v = (
+            proj(x).unflatten(2, (-1, width)).transpose(1, 2)
+            for proj, width in ((self.q_proj, self.D), (self.k_proj, self.D), (self.v_proj, self.value_factor * self.D))
+        )
+        q, k = rotate(q, rope), rotate(k, rope)
+        return (q, k, v) if cache is None else (q, *cache.append(k, v))
+
+    def operands(self, x, rope, cache=None):
+        """(B, T, C) -> q1, k1, q2, k2, v, lam: what `eager` and `fused` take."""
+        raise NotImplementedError
+
+    def finish(self, y):
+        """Called on (B, heads, T, E), before heads are merged."""
+        return y
+
+    def forward(self, x, rope, cache=None):
+        attend = fused if self.use_fused else eager
+        y = self.finish(attend(*self.operands(x, rope, cache)))  # (B, heads, T, E)
+        return self.out_proj(y.transpose(1, 2).flatten(2).type_as(x))  # (B, T, C)
+
+    def maps(self, x, rope):
+        """(B, T, C) -> A1, A2 (each (B, heads, T, T)) and lam; A2 and lam are None if there is no second map."""
+        q1, k1, q2, k2, _, lam = self.operands(x, rope)
+        return softmax_map(q1, k1), None if q2 is None else softmax_map(q2, k2), lam
+
+    @classmethod
+    def borrowed(cls, cfg):
+        """Hidden units that the MLP gives up, so that all kinds have equally many parameters."""
+        return 0
+
+
+class StandardAttention(Attention):
+    """One causal softmax map a head: the baseline."""
+
+    def operands(self, x, rope, cache=None):
+        q, k, v = self.qkv(x, rope, cache)
+        return q, k, None, None, v, None
+
+
+class DiffAttention(Attention):
+    """The paper's attention (V1, section 2.1): n_head / 2 heads of two maps each, values 2 D wide.
+
+    lam = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init    one a layer  (eq. 2)
+    head = (1 - lambda_init) RMSNorm((A1 - lam A2) V)                                           (eq. 3)
+    """
+
+    head_multiple = 2
+    value_factor = 2
+
+    def __init__(self, cfg, layer):
+        super().__init__(cfg, layer)
+        self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * layer)  # layer = the paper's l - 1
+        for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
+            setattr(self, name, nn.Parameter(torch.empty(self.D)))
+        self.subln = RMSNorm(2 * self.D)  # one gain for all heads, but each head has its own mean square
+
+    def lam(self):
+        q1, k1, q2, k2 = map(upcast, (self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2))
+        return (q1 * k1).sum().exp() - (q2 * k2).sum().exp() + self.lambda_init
+
+    def operands(self, x, rope, cache=None):
+        q, k, v = self.qkv(x, rope, cache)
+        # Head i is the pair (2i, 2i + 1), of queries and of keys alike. Pair first and share after:
+        # when grouped queries share keys, a head's two maps still use the two keys of their own pair.
+        return q[:, 0::2], k[:, 0::2], q[:, 1::2], k[:, 1::2], v, self.lam()
+
+    def finish(self, y):
+        return (1 - self.lambda_init) * self.subln(y)
+
+
+class DiffAttentionV2(Attention):
+    """Microsoft's second version: twice the queries over the same K and V, no head norm.
+
+    lam = sigmoid(x W_lambda), one a token and head.
+    """
+
+    query_factor = 2
+
+    def __init__(self, cfg, layer):
+        super().__init__(cfg, layer)
+        self.lambda_proj = nn.Linear(cfg.n_embd, cfg.n_head, bias=False)
+
+    def operands(self, x, rope, cache=None):
+        q, k, v = self.qkv(x, rope, cache)
+        with torch.autocast(x.device.type, enabled=False):
+            lam = F.linear(upcast(x), upcast(self.lambda_proj.weight)).sigmoid()  # (B, T, H)
+        # Neighbours are paired, never the two halves: a pair must sit on the same key.
+        return q[:, 0::2], k, q[:, 1::2], k, v, lam.transpose(1, 2)
+
+    @classmethod
+    def borrowed(cls, cfg):
+        return round((cfg.n_embd + cfg.n_head) / 3)  # C (C + H) more weights here; a hidden unit has 3 C
+
+
+ATTENTIONS = {"standard": StandardAttention, "diff": DiffAttention, "diff_v2": DiffAttentionV2}
+
+
+# ------------------------------------------------------------------------------------------------
+# The transformer around it
+
+
+class SwiGLU(nn.Module):
+    """(swish(x W^G) * x W_1) W_2, the paper's section 2.2."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        hidden = round(8 * cfg.n_embd / 3) - ATTENTIONS[cfg.attention].borrowed(cfg)
+        self.gate_proj = nn.Linear(cfg.n_embd, hidden, bias=False)
+        self.up_proj = nn.Linear(cfg.n_embd, hidden, bias=False)
+        self.down_proj = nn.Linear(hidden, cfg.n_embd, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """Y = X + Attention(RMSNorm(X)), then Y + SwiGLU(RMSNorm(Y)): eq. 4 and 5."""
+
+    def __init__(self, cfg, layer):
+        super().__init__()
+        self.attn_norm = RMSNorm(cfg.n_embd)
+        self.attn = ATTENTIONS[cfg.attention](cfg, layer)
+        self.mlp_norm = RMSNorm(cfg.n_embd)
+        self.mlp = SwiGLU(cfg)
+        self.dropout = nn.Dropout(cfg.dropout)
+
+    def forward(self, x, rope, cache=None):
+        x = x + self.dropout(self.attn(self.attn_norm(x), rope, cache))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+class GPT(nn.Module):
+    def __init__(self, cfg, seed=0):
+        super().__init__()
+        cfg.check()
+        self.cfg = cfg
+        self.tok_emb = nn.Embedding(cfg.vocab_size, cfg.n_embd)
+        self.dropout = nn.Dropout(cfg.dropout)
+        self.blocks = nn.ModuleList(Block(cfg, layer) for layer in range(cfg.n_layer))
+        self.norm = RMSNorm(cfg.n_embd)
+        self.lm_head = nn.Linear(cfg.n_embd, cfg.vocab_size, bias=False)
+        if cfg.tie_embeddings:
+            self.lm_head.weight = self.tok_emb.weight
+        self.init_weights(seed)
+
+    @torch.no_grad()
+    def init_weights(self, seed):
+        """Every initial value: matrices N(0, init_std), norm gains 1, lambda vectors N(0, 0.1).
+
+        Lambda vectors must not be zero: each one's gradient is a multiple of its partner. A tensor's
+        values depend on the seed and its name only, so kinds start from equal weights where they share them.
+        """
+        for name, p in self.named_parameters():
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+            if p.ndim == 2:
+                p.copy_(torch.randn(p.shape, generator=generator, device="cpu") * self.cfg.init_std)
+            elif ".lambda_" in name:
+                p.copy_(torch.randn(p.shape, generator=generator, device="cpu") * 0.1)
+            else:
+                p.fill_(1.0)
+
+    def rope(self, start, end, like):
+        """The angles of positions start .. end - 1, in at least float32."""
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        return rope_table(start, end, self.cfg.head_size, self.cfg.rope_theta, like.device, dtype)
+
+    def features(self, idx, caches=None):
+        """(B, T) ids of the next T tokens, any T -> (B, T, C), what the head scores."""
+        x = self.dropout(self.tok_emb(idx))
+        past = caches[0].length if caches else 0
+        rope = self.rope(past, past + idx.shape[1], x)
+        for block, cache in zip(self.blocks, caches or [None] * len(self.blocks)):
+            x = block(x, rope, cache)
+        return self.norm(x)
+
+    def forward(self, idx, targets=None):
+        """(B, T) ids -> logits (B, T, V), and with targets (B, T) the mean loss in nats a token; target -1 is skipped."""
+        logits = self.lm_head(self.features(idx))
+        if targets is None:
+            return logits, None
+        return logits, F.cross_entropy(upcast(logits).flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+    @torch.no_grad()
+    def attention_maps(self, idx):
+        """(B, T) ids -> for each layer (A1, A2, lam), maps (B, heads, T, T), lam a scalar ("diff") or
+        (B, heads, T) ("diff_v2"). The weights on V are A1 - lam[..., None] * A2; "standard" has (A, None, None)."""
+        maps, x = [], self.tok_emb(idx)
+        rope = self.rope(0, idx.shape[1], x)
+        for block in self.blocks:
+            maps.append(block.attn.maps(block.attn_norm(x), rope))
+            x = block(x, rope)
+        return maps
+
+    def num_params(self):
+        return sum(p.numel() for p in self.parameters())
+
+    def flops_per_token(self, T):
+        """Multiplications and additions that training needs for a token of a T-token window, forward and backward.
+
+        Matrices: two a weight forward, four backward; norm gains and the embedding's look-up are left out.
+        Attention: each query meets (T + 1) / 2 keys on average. q . k costs 2 D for every softmax map;
+        the product with V, 2 C in all, is needed once, on the combined map.
+        """
+        matrices = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
+        maps = sum(block.attn.q_proj.out_features + self.cfg.n_embd for block in self.blocks)
+        return 3 * (2 * matrices + 2 * maps * (T + 1) / 2)
+
+    @torch.inference_mode()
+    def stream(self, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, generator=None, use_cache=True):
+        """(B, T) ids -> an iterator of (B, 1), the tokens that follow one by one.
+
+        The model sees a window of block_size tokens. When it is full, it starts again from its last
+        half, with or without the cache, so that both give the same text. Call in eval mode.
+        """
+        start, size = max(0, idx.shape[1] - self.cfg.block_size), self.cfg.block_size
+        caches = None
+        for _ in range(max_new_tokens):
+            if idx.shape[1] - start > size:
+                start, caches = idx.shape[1] - max(1, size // 2), None
+            if caches:
+                x = self.features(idx[:, -1:], caches)
+            else:
+                caches = [KVCache(size) for _ in self.blocks] if use_cache else None
+                x = self.features(idx[:, start:], caches)
+            token = pick(self.lm_head(x[:, -1]), temperature, top_k, top_p, generator)
+            idx = torch.cat((idx, token), dim=1)
+            yield token
+
+    def generate(self, idx, max_new_tokens, **how):
+        """(B, T) ids -> (B, T + max_new_tokens). The arguments of `stream`."""
+        return torch.cat((idx, *self.stream(idx, max_new_tokens, **how)), dim=1)
+
+
+def pick(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
+    """(B, V) logits -> (B, 1) ids. Temperature 0 takes the best; top_k keeps that many (0: all); top_p keeps
+    the fewest whose probability reaches it, at least one. The generator lives on the CPU: same text everywhere."""
+    if temperature == 0:
+        return logits.argmax(dim=-1, keepdim=True)
+    # float64, and the maximum taken off first: a tiny temperature must not overflow
+    logits = logits.cpu().double()
+    logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
+    if 0 < top_k < logits.shape[-1]:
+        worst_kept = logits.topk(top_k).values[:, -1:]
+        logits = logits.masked_fill(logits < worst_kept, -math.inf)
+    if top_p < 1:
+        probs, order = logits.softmax(dim=-1).sort(dim=-1, descending=True)
+        surplus = (probs.cumsum(dim=-1) - probs >= top_p).index_fill(1, torch.tensor([0]), False)
+        logits = logits.masked_fill(surplus.scatter(1, order, surplus), -math.inf)
+    return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)
