@@ -80,7 +80,7 @@ def evaluate(model, windows, batch_size, device, autocast=nullcontext()):
     hits, question = np.concatenate(hits), windows[2]
     right = np.ones(question.max() + 1, dtype=bool)
     np.logical_and.at(right, question[question >= 0], hits[question >= 0])
-    return nats / (windows[1] >= 0).sum(), right.mean() if len(right) else None
+    return nats / int((windows[1] >= 0).sum()), float(right.mean()) if len(right) else None
 
 
 class StopOnSignal:

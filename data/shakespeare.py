@@ -68,8 +68,8 @@ ROMAN = dict(zip("123456789", "I II III IV V VI VII VIII IX".split(), strict=Tru
 ORDINAL = dict(zip("123", "First Second Third".split(), strict=True))
 
 
-def failed(what: str) -> RuntimeError:
-    return RuntimeError(f"no Shakespeare text, because {what}; --dataset=stories and --dataset=PATH need no download")
+def failed(what: str) -> OSError:
+    return OSError(f"no Shakespeare text, because {what}; --dataset=stories and --dataset=PATH need no download")
 
 
 def fetch() -> bytes:

@@ -1,0 +1,308 @@
+"""The whole model: sizes, initial values, losses, generation, and the place where a kind is added."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import model
+from model import ATTENTIONS, GPT, GPTConfig, pick
+
+KINDS = list(ATTENTIONS)
+SMALL = GPTConfig(block_size=16, vocab_size=31, n_layer=3, n_head=4, n_embd=24)
+
+
+def ids(*shape, seed=0, vocab_size=31):
+    return torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(seed))
+
+
+# ---------------------------------------------------------------------------------------------
+# Sizes
+
+
+@pytest.mark.parametrize("n_embd, n_head", [(64, 4), (128, 4), (256, 8), (768, 12)])
+def test_diff_adds_lambda_vectors_and_gains_only(n_embd, n_head):
+    cfg = GPTConfig(n_embd=n_embd, n_head=n_head)
+    count = {kind: GPT(replace(cfg, attention=kind)).num_params() for kind in ("standard", "diff")}
+    D = n_embd // n_head
+    assert count["diff"] - count["standard"] == cfg.n_layer * (4 * D + 2 * D)
+
+
+@pytest.mark.parametrize("n_embd, n_head, n_kv_head", [(128, 4, 0), (128, 8, 0), (384, 6, 0), (384, 6, 2), (768, 12, 0)])
+def test_v2_has_as_many_parameters(n_embd, n_head, n_kv_head):
+    cfg = GPTConfig(n_embd=n_embd, n_head=n_head, n_kv_head=n_kv_head)
+    count = {kind: GPT(replace(cfg, attention=kind)).num_params() for kind in ("standard", "diff_v2")}
+    assert abs(count["diff_v2"] / count["standard"] - 1) < 1e-3
+
+
+def test_heads_of_a_768_wide_model():
+    """(heads, width of q and k, width of v): halving the heads and the head size too is the classic mistake."""
+    shapes = {}
+    for kind in KINDS:
+        cfg = GPTConfig(n_embd=768, n_head=12, attention=kind)
+        layer = ATTENTIONS[kind](cfg, 0)
+        q1, k1, _, _, v, _ = layer.operands(torch.randn(1, 5, 768), model.rope_table(0, 5, 64, 1e4, "cpu", torch.float32))
+        shapes[kind] = (q1.shape[1], q1.shape[3], v.shape[3])
+        assert q1.shape[1] * v.shape[3] == 768
+    assert shapes == {"standard": (12, 64, 64), "diff": (6, 64, 128), "diff_v2": (12, 64, 64)}
+
+
+def test_standard_is_a_plain_gpt():
+    names = {name.split(".", 2)[-1] for name in GPT(replace(SMALL, attention="standard")).state_dict()}
+    assert not {name for name in names if "lambda" in name or "subln" in name}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_flops_are_those_of_the_matrices_and_half_of_each_map(kind):
+    cfg = replace(SMALL, attention=kind)
+    gpt, T = GPT(cfg), 16
+    for block in gpt.blocks:
+        block.attn.use_fused = False
+    with FlopCounterMode(display=False) as counted:
+        gpt(ids(1, T))[0].sum().backward()
+    per_token = counted.get_total_flops() / T
+    # the eager path multiplies whole maps: T keys a query where the causal half has (T + 1) / 2
+    attention = gpt.flops_per_token(T) - gpt.flops_per_token(-1)
+    assert per_token == pytest.approx(gpt.flops_per_token(-1) + attention * T / ((T + 1) / 2))
+
+
+# ---------------------------------------------------------------------------------------------
+# Initial values
+
+
+def test_kinds_start_from_equal_weights_where_they_share_them():
+    a, b, c = (GPT(replace(SMALL, attention=kind), seed=3).state_dict() for kind in KINDS)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert torch.equal(a["blocks.1.attn.k_proj.weight"], c["blocks.1.attn.k_proj.weight"])
+    other = GPT(SMALL, seed=4).state_dict()
+    assert not torch.equal(b["tok_emb.weight"], other["tok_emb.weight"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_matrix_has_the_same_spread(kind):
+    torch.manual_seed(0)
+    gpt = GPT(GPTConfig(n_embd=128, n_head=8, attention=kind, init_std=0.05, tie_embeddings=False))
+    for name, p in gpt.named_parameters():
+        if p.ndim == 2:
+            assert p.std().item() == pytest.approx(0.05, rel=0.1), name
+            assert abs(p.mean().item()) < 0.05 * 5 / math.sqrt(p.numel()), name
+        elif "lambda" in name:
+            assert 0.03 < p.std().item() < 0.2, name
+        else:
+            assert (p == 1).all(), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_untrained_loss_is_that_of_guessing(kind):
+    x = ids(4, 50)
+    _, loss = GPT(replace(SMALL, attention=kind, init_std=0.02))(x[:, :-1], x[:, 1:])
+    assert loss.item() == pytest.approx(math.log(31), abs=0.1)
+
+
+# ---------------------------------------------------------------------------------------------
+# The function
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_paths_any_length_float64(kind):
+    gpt = GPT(replace(SMALL, attention=kind)).double()
+    x = ids(2, 29)  # longer than block_size
+    logits, _ = gpt(x)
+    assert logits.dtype is torch.float64 and logits.shape == (2, 29, 31)
+    for block in gpt.blocks:
+        block.attn.use_fused = False
+    torch.testing.assert_close(gpt(x)[0], logits, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype, atol", [(torch.bfloat16, 0.3), (torch.float32, 1e-4)])
+def test_a_model_in_another_type(kind, dtype, atol):
+    """All of it converted, not by autocast: it runs, stays in its type, and says about the same."""
+    gpt = GPT(replace(SMALL, attention=kind))
+    exact = gpt.double()(ids(2, 16))[0]
+    logits = gpt.to(dtype)(ids(2, 16))[0]
+    assert logits.dtype is dtype
+    torch.testing.assert_close(logits.double(), exact, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_is_the_mean_over_targets(kind):
+    gpt, x, y = GPT(replace(SMALL, attention=kind)), ids(2, 9), ids(2, 9, seed=1)
+    logits, loss = gpt(x, y)
+    by_hand = -logits.log_softmax(-1).gather(2, y[..., None]).mean()
+    torch.testing.assert_close(loss, by_hand)
+    skipped = y.clone()
+    skipped[0] = -1
+    torch.testing.assert_close(gpt(x, skipped)[1], gpt(x[1:], y[1:])[1])
+
+
+@pytest.mark.parametrize("use_fused", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_dropout_acts_in_training_only(kind, use_fused):
+    gpt = GPT(replace(SMALL, attention=kind, dropout=0.5))
+    for block in gpt.blocks:
+        block.attn.use_fused = use_fused
+    x = ids(2, 16)
+    assert not torch.equal(gpt(x)[0], gpt(x)[0])
+    gpt.eval()
+    assert torch.equal(gpt(x)[0], gpt(x)[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_maps(kind):
+    gpt, x = GPT(replace(SMALL, attention=kind)), ids(2, 13)
+    maps = gpt.attention_maps(x)
+    assert len(maps) == SMALL.n_layer
+    for A1, A2, lam in maps:
+        A = A1 if A2 is None else A1 - lam[..., None] * A2
+        row_sum = torch.ones(()) if lam is None else 1 - lam
+        torch.testing.assert_close(A.sum(-1), row_sum.expand(A.shape[:3]))
+        assert (A.triu(1) == 0).all()
+    assert maps[0][0].shape == (2, 2 if kind == "diff" else 4, 13, 13)
+    # The last layer's maps come from what the layers before it made of the ids.
+    assert not torch.equal(maps[-1][0], gpt.attention_maps(ids(2, 13, seed=1))[-1][0])
+
+
+def test_every_config_field_matters():
+    """No setting is there for show: each one changes the model, the window or a check."""
+    base = replace(SMALL, dropout=0.0)
+    other = dict(vocab_size=32, n_layer=2, n_head=2, n_kv_head=2, n_embd=32, dropout=0.3, attention="standard",
+                 init_std=0.3, rope_theta=100.0, tie_embeddings=False, block_size=8)  # fmt: skip
+    assert set(other) == set(base.__dataclass_fields__)
+    x = ids(2, 12)
+
+    def behaviour(cfg):
+        torch.manual_seed(0)
+        gpt = GPT(cfg).train()
+        text = gpt.eval().generate(x, 30, temperature=0)
+        return gpt.num_params(), gpt.train()(x)[0].sum().item(), text.tolist()
+
+    for name, value in other.items():
+        assert behaviour(base) != behaviour(replace(base, **{name: value})), name
+
+
+# ---------------------------------------------------------------------------------------------
+# Generation
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n_kv_head", [0, 2])
+@pytest.mark.parametrize("batch, prompt", [(1, 1), (3, 11), (3, 16), (1, 40)])
+def test_cache_changes_nothing(kind, n_kv_head, batch, prompt):
+    gpt = GPT(replace(SMALL, attention=kind, n_kv_head=n_kv_head)).double().eval()
+    x = ids(batch, prompt)
+    cached, plain = (gpt.generate(x, 45, temperature=0, use_cache=c) for c in (True, False))
+    assert torch.equal(cached, plain) and torch.equal(cached[:, :prompt], x)
+    assert cached.shape == (batch, prompt + 45)
+
+
+def test_window_restarts_from_its_last_half():
+    gpt = GPT(replace(SMALL, block_size=8)).double().eval()
+    lengths = []
+    gpt.blocks[0].attn.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
+    gpt.generate(ids(1, 6), 8, temperature=0, use_cache=False)
+    assert lengths == [6, 7, 8, 4, 5, 6, 7, 8]
+    lengths.clear()
+    gpt.generate(ids(1, 6), 8, temperature=0)
+    assert lengths == [6, 1, 1, 4, 1, 1, 1, 1]
+
+
+def test_smallest_model_generates():
+    for kind in KINDS:
+        gpt = GPT(GPTConfig(block_size=1, vocab_size=2, n_layer=1, n_head=2, n_embd=4, attention=kind)).eval()
+        assert gpt.generate(ids(1, 1, vocab_size=2), 5).shape == (1, 6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cache_has_the_type_of_its_keys(dtype):
+    cache = model.KVCache(4)
+    k, v = cache.append(torch.ones(1, 2, 3, 5, dtype=dtype), torch.ones(1, 1, 3, 7, dtype=dtype))
+    assert k.dtype is v.dtype is dtype and k.shape == (1, 2, 3, 5) and v.shape == (1, 1, 3, 7)
+
+
+def test_pick():
+    logits = torch.tensor([[1.0, 3.0, 2.0, 0.0], [0.0, 0.5, 4.0, 3.9]]).repeat(2000, 1)
+
+    def drawn(**how):
+        return pick(logits, generator=torch.Generator().manual_seed(0), **how)
+
+    assert set(drawn().flatten().tolist()) == {0, 1, 2, 3}
+    greedy = torch.tensor([[1], [2]]).repeat(2000, 1)
+    for how in (dict(temperature=0), dict(temperature=1e-8), dict(top_k=1), dict(top_p=0.0), dict(top_p=1e-9)):
+        assert torch.equal(drawn(**how), greedy), how
+    for how in (dict(top_k=4), dict(top_k=100000), dict(top_p=1.0), dict(top_k=0)):
+        assert torch.equal(drawn(**how), drawn()), how
+    assert set(drawn(top_k=2)[::2].flatten().tolist()) == {1, 2}
+    # 3.0 has 64 % and 2.0 has 24 %: together they reach 0.8, and 0.6 needs the first alone
+    assert set(drawn(top_p=0.8)[::2].flatten().tolist()) == {1, 2}
+    assert set(drawn(top_p=0.6)[::2].flatten().tolist()) == {1}
+    share = (drawn()[::2] == 1).double().mean().item()
+    assert share == pytest.approx(logits[0].softmax(0)[1].item(), abs=0.03)
+
+
+# ---------------------------------------------------------------------------------------------
+# The table of kinds
+
+
+class MeanAttention(model.Attention):
+    """A toy: every token sees the mean of the values so far."""
+
+    def operands(self, x, rope, cache=None):
+        q, k, v = self.qkv(x, rope, cache)
+        return torch.zeros_like(q), k, None, None, v, None
+
+
+def test_a_fourth_kind_is_a_class_and_an_entry(monkeypatch):
+    monkeypatch.setitem(ATTENTIONS, "mean", MeanAttention)
+    gpt = GPT(replace(SMALL, attention="mean")).double().eval()
+    gpt(ids(2, 9), ids(2, 9))[1].backward()
+    A, second, lam = gpt.attention_maps(ids(2, 9))[0]
+    torch.testing.assert_close(A[0, 0, 8], torch.full((9,), 1 / 9, dtype=torch.float64))
+    assert second is lam is None
+    x = ids(1, 5)
+    assert torch.equal(gpt.generate(x, 40, temperature=0), gpt.generate(x, 40, temperature=0, use_cache=False))
+
+
+@pytest.mark.parametrize(
+    "change, parts",
+    [
+        (dict(attention="dif"), ["'dif'", "standard, diff, diff_v2"]),
+        (dict(n_head=1), ["n_head=1", "use 2"]),
+        (dict(n_head=3), ["n_head=3", "even", "use 4"]),
+        (dict(n_head=5, n_embd=40), ["n_head=5", "use 6"]),
+        (dict(n_head=4, n_embd=66), ["n_embd=66", "n_head=4", "use n_embd=64"]),
+        (dict(n_head=4, n_embd=20), ["n_embd=20", "even size", "use n_embd=16"]),
+        (dict(n_head=4, n_kv_head=1), ["n_kv_head=1", "even", "use 2"]),
+        (dict(n_head=4, n_kv_head=3), ["n_kv_head=3", "n_head=4"]),
+        (dict(attention="standard", n_head=6, n_kv_head=4), ["n_kv_head=4", "use 3"]),
+        (dict(n_kv_head=-1), ["n_kv_head=-1"]),
+        (dict(n_embd=0), ["n_embd=0", "at least 1"]),
+        (dict(n_layer=0), ["n_layer=0"]),
+        (dict(block_size=0), ["block_size=0"]),
+        (dict(dropout=1.0), ["dropout=1.0"]),
+        (dict(dropout=float("nan")), ["dropout=nan"]),
+        (dict(init_std=0.0), ["init_std=0.0"]),
+        (dict(rope_theta=-1.0), ["rope_theta=-1.0"]),
+    ],
+)
+def test_bad_architecture_is_refused_by_name(change, parts):
+    with pytest.raises(ValueError) as caught:
+        GPT(replace(SMALL, **change))
+    assert all(part in str(caught.value) for part in parts), caught.value
+
+
+def test_suggestions_are_legal():
+    for kind in KINDS:
+        for n_head in (1, 2, 3, 4, 6, 7):
+            for n_embd in range(1, 70):
+                cfg, tries = GPTConfig(attention=kind, n_head=n_head, n_embd=n_embd), 0
+                while tries < 3:
+                    try:
+                        cfg.check()
+                        break
+                    except ValueError as error:
+                        name, value = str(error).rsplit("use ", 1)[1].rpartition("=")[::2]
+                        cfg, tries = replace(cfg, **{name or str(error).split("=")[0]: int(value)}), tries + 1
+                cfg.check()
