@@ -99,12 +99,12 @@ class Dataset:
         return sum(self.meta["nats"][:count]) / sum(self.meta["lengths"][:count])
 
 
-def load(name, tokenizer="char", bpe_vocab_size=1024, difficulty=None, cache=CACHE):
+def load(name, tokenizer="char", bpe_vocab_size=1024, difficulty=None, cache=None):
     """The dataset of that name, or of the text file at that path, prepared on first use.
 
     Raises ValueError or OSError with one sentence when the text cannot be had or used.
     """
-    cache = Path(cache)
+    cache = Path(cache or CACHE)
     if name == "stories":
         if tokenizer != "char":
             raise ValueError(f"tokenizer={tokenizer!r}: stories are read by character, use --tokenizer=char")

@@ -22,6 +22,8 @@ SCENES = """The wind was cold.|It was late.|A bell rang.|Rain fell on the roof.
 The road was long.|A dog barked.|Snow lay deep.|The door was open.""".replace("\n", "|").split("|")
 FACT, SAW, QUESTION = "{} has a {} {}.", "{} saw a {} {}.", "What does {} have? A {} {}."
 
+FACT_PATTERN = r"(\w+) has a (\w+ \w+)\."
+QUESTION_PATTERN = r"What does (\w+) have\? A (\w+ \w+)\."
 ANSWER = r"\? A ([^.]*)\."  # group 1 is what an answer is scored on
 ALPHABET = "\n" + "".join([*NAMES, *COLOURS, *THINGS, *SCENES, FACT, SAW, QUESTION]).replace("{}", "")
 

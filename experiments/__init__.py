@@ -1,0 +1,94 @@
+"""Experiments: one question a file. Each prints a table and writes its numbers and its picture to results/.
+
+What they share is here: trained runs kept by their settings, statistics over seeds, tables, result files.
+"""
+
+import hashlib
+import json
+import math
+import platform
+import statistics
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy
+import torch
+
+import checkpoint
+
+RESULTS = Path(__file__).parent / "results"
+RUNS = checkpoint.RUNS / "experiments"
+
+# What does not change a run's numbers, and so not which run it is either.
+PLACE = {"out_dir": "", "device": "auto", "resume": False, "preset": "laptop"}
+
+# The 97.5 % points of Student's t for 1, 2, .. degrees of freedom.
+T_975 = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262]
+
+
+def trained(cfg):
+    """train(cfg) in a folder named by its settings: done once, gone on with if it was interrupted, then remembered."""
+    from train import commit, train
+
+    settings = asdict(replace(cfg, **PLACE))
+    name = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
+    run = RUNS / f"{Path(cfg.dataset).stem}-{cfg.attention}-{name}"
+    done = run / "result.json"
+    if not done.exists():
+        result = train(replace(cfg, out_dir=str(run), resume=(run / "ckpt.pt").exists()))
+        if "interrupted" in result:
+            sys.exit(128 + result["interrupted"])
+        done.write_text(json.dumps({**result, "commit": commit()}))
+    return json.loads(done.read_text())
+
+
+def mean_sd(values):
+    """Mean and sample standard deviation (nan for one value)."""
+    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else math.nan
+
+
+def paired(values, baseline):
+    """Of the differences value - baseline, seed by seed: mean, standard deviation, half a 95 % confidence interval."""
+    mean, sd = mean_sd([a - b for a, b in zip(values, baseline)])
+    n = len(values)
+    return mean, sd, T_975[n - 2] * sd / math.sqrt(n) if 2 <= n <= len(T_975) + 1 else math.nan
+
+
+def print_table(rows):
+    """Rows of strings, the first one the header, as a Markdown table in even columns."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for i, row in enumerate(rows):
+        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |")
+        if i == 0:
+            print("|" + "|".join("-" * (width + 2) for width in widths) + "|")
+
+
+def save(name, numbers):
+    """results/NAME.json: the numbers, and what they were measured with."""
+    from train import commit
+
+    RESULTS.mkdir(exist_ok=True)
+    machine = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
+    made_with = {
+        "device": machine, "threads": torch.get_num_threads(), "torch": torch.__version__, "numpy": numpy.__version__,
+        "python": platform.python_version(), "commit": commit(),
+    }  # fmt: skip
+    text = json.dumps({"made_with": made_with, **numbers}, indent=1)
+    checkpoint.write(RESULTS / f"{name}.json", lambda file: file.write(text.encode() + b"\n"))
+
+
+def cpu_name():
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def load(name):
+    """The numbers of results/NAME.json. Raises ValueError with one sentence if they are not there."""
+    path = RESULTS / f"{name}.json"
+    if not path.exists():
+        raise ValueError(f"{path} does not exist: run python -m experiments.{name.split('-')[0]} first")
+    return json.loads(path.read_text())

@@ -1,0 +1,116 @@
+"""Which kind of attention has the lower validation loss: same text, batches, parameters and steps?
+
+    python -m experiments.compare --dataset=stories         # the quick start's settings
+    python -m experiments.compare --dataset=shakespeare     # nanoGPT's CPU recipe, on ten plays
+    python -m experiments.compare --dataset=my.txt --train.max_iters=500 --seeds=5
+
+Every kind is trained once a seed; runs of one seed share their batches and, where kinds share weights, the
+initial values, and are compared in pairs. Any setting of train.py can be changed with --train.NAME.
+"""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import experiments
+from config import TrainConfig
+from experiments import mean_sd, paired, print_table, trained
+from model import ATTENTIONS
+
+# Four layers, 128 wide, windows of 64 characters: the size and the steps of nanoGPT's recipe for a CPU.
+RECIPES = {
+    "shakespeare": dict(
+        n_layer=4, n_head=8, n_embd=128, block_size=64, batch_size=12, max_iters=2000, learning_rate=2e-3,
+        warmup_iters=100, lr_schedule="cosine", min_lr=1e-4, eval_interval=250, eval_windows=400,
+    ),
+}  # fmt: skip
+
+
+@dataclass
+class CompareConfig:
+    dataset: str = "stories"  # stories, shakespeare, or the path of a UTF-8 file
+    kinds: tuple[str, ...] = tuple(ATTENTIONS)  # the first is what the others are compared with
+    seeds: int = 3  # runs of each kind
+    quick: bool = False  # one seed, a tenth of the steps: does it run?
+    name: str = ""  # of the files in results/; empty means compare-DATASET
+    train: TrainConfig = field(default_factory=TrainConfig)  # what all runs share
+
+
+def compare(cfg):
+    """Trains what is missing. Returns {"settings", "kinds": {kind: {"params", "runs", ...}}}, plain types."""
+    seeds = range(1 if cfg.quick else cfg.seeds)
+    base = replace(cfg.train, dataset=cfg.dataset)
+    if cfg.quick:
+        base = replace(base, max_iters=base.max_iters // 10)
+    runs = {kind: [] for kind in cfg.kinds}
+    for seed in seeds:
+        for kind in cfg.kinds:
+            print(f"\n--- {kind}, seed {seed}")
+            runs[kind].append(trained(replace(base, attention=kind, seed=seed, data_seed=seed)))
+    numbers = {"settings": vars(base), "baseline": cfg.kinds[0], "kinds": {}}
+    for kind, results in runs.items():
+        losses = [r["val_loss"] for r in results]
+        numbers["kinds"][kind] = {
+            "params": results[0]["params"], "val_loss": losses, "mean_sd": mean_sd(losses),
+            "difference": paired(losses, [r["val_loss"] for r in runs[cfg.kinds[0]]]),
+            "answers": [r["answers"] for r in results], "entropy": results[0]["entropy"],
+            "lambdas": [r["lambdas"] for r in results], "history": [r["history"] for r in results],
+            "tokens_per_s": [r["tokens_per_s"] for r in results], "seconds": [r["seconds"] for r in results],
+        }  # fmt: skip
+    return numbers
+
+
+def table(numbers):
+    """The rows that the terminal and the README show."""
+    kinds, baseline = numbers["kinds"], numbers["baseline"]
+    asks = kinds[baseline]["answers"][0] is not None
+    rows = [["attention", "parameters", "seeds", "validation loss", f"difference to {baseline}", *["answers right"] * asks]]
+    for kind, k in kinds.items():
+        (mean, sd), (diff, _, half) = k["mean_sd"], k["difference"]
+        verdict = f"{diff:+.4f} ± {half:.4f}" + (" (not distinguishable)" if not abs(diff) > half else "")
+        row = [kind, f"{k['params']:,}", str(len(k["val_loss"])), f"{mean:.4f} ± {sd:.4f}"]
+        row.append("" if kind == baseline else verdict)
+        if asks:
+            row.append(", ".join(f"{a:.1%}" for a in k["answers"]))
+        rows.append(row)
+    return rows
+
+
+def picture(numbers, path):
+    """Loss curves: the mean over seeds, and a band from the lowest to the highest."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
+    for kind, k in numbers["kinds"].items():
+        steps = [step for step, _ in k["history"][0]][1:]
+        columns = list(zip(*([loss for _, loss in run][1:] for run in k["history"])))
+        (line,) = axes.plot(steps, [sum(c) / len(c) for c in columns], label=kind)
+        axes.fill_between(steps, list(map(min, columns)), list(map(max, columns)), color=line.get_color(), alpha=0.2)
+    if k["entropy"] is not None:
+        axes.axhline(k["entropy"], color="grey", linestyle=":", label="entropy of the text")
+    axes.set(xlabel="updates", ylabel="validation loss, nats a token", title=Path(numbers["settings"]["dataset"]).stem)
+    axes.legend()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def main():
+    import sys
+
+    import tyro
+
+    try:
+        first = tyro.cli(CompareConfig, description=__doc__)
+        default = replace(CompareConfig(), train=replace(TrainConfig(), **RECIPES.get(first.dataset, {})))
+        cfg = tyro.cli(CompareConfig, default=default, description=__doc__)
+        numbers = compare(cfg)
+    except (ValueError, OSError, FloatingPointError) as error:
+        sys.exit(f"compare: {error}")
+    name = cfg.name or f"compare-{Path(cfg.dataset).stem}" + ("-quick" if cfg.quick else "")
+    experiments.save(name, numbers)
+    picture(numbers, experiments.RESULTS / f"{name}.png")
+    print(f"\nmean ± sd over seeds; difference: mean of the pairs ± half a 95 % interval ({name}.json, {name}.png)\n")
+    print_table(table(numbers))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Where does a trained model look? The two maps of one head and their difference, as a picture.
+
+    python -m experiments.maps                                  # the newest run, a story of its own
+    python -m experiments.maps --out_dir=runs/stories-diff --prompt="Ann has a red kite. Ann? A red kite."
+
+Rows are the tokens that look, columns the tokens looked at; blue is positive weight, red negative.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+import checkpoint
+import experiments
+from data import stories, tokenizers
+from sample import encode_prompt
+
+
+@dataclass
+class MapsConfig:
+    out_dir: str = ""  # the run's folder; empty means the newest
+    prompt: str = ""  # the text to look at; empty means a story
+    layer: int = -1  # counted from 0; -1 picks the layer and head that look back most sharply at the end
+    head: int = 0  # counted from 0
+    name: str = "maps"  # of the files in results/
+
+
+def maps_of(model, tokenizer, prompt, layer=-1, head=0):
+    """{"tokens", "layer", "head", "lam", "maps": {title: (T, T) list}} of one head. Raises ValueError by name."""
+    ids = encode_prompt(tokenizer, prompt)
+    maps = model.attention_maps(ids)
+    weights = [A1[0] if A2 is None else (A1 - lam[..., None] * A2)[0] for A1, A2, lam in maps]  # (heads, T, T)
+    if layer == -1:
+        # the last tokens' strongest weight on anything but themselves, their neighbours and the first token
+        far = [w[:, -3:, 1:-8].amax(dim=(1, 2)) for w in weights]
+        layer = max(range(len(far)), key=lambda i: far[i].max())
+        head = int(far[layer].argmax())
+    if not (0 <= layer < len(maps) and 0 <= head < len(weights[0])):
+        raise ValueError(f"layer={layer}, head={head}: this model has {len(maps)} layers of {len(weights[0])} heads")
+    A1, A2, lam = maps[layer]
+    pictures = {"A1": A1[0, head]}
+    if A2 is not None:
+        pictures |= {"A2": A2[0, head], "A1 - lambda A2": weights[layer][head]}
+        lam = lam if lam.ndim == 0 else lam[0, head].mean()
+    return {
+        "tokens": [tokenizer.decode_bytes([i]).decode(errors="replace") for i in ids[0].tolist()],
+        "layer": layer, "head": head, "lam": None if lam is None else round(lam.item(), 4),
+        "attention": model.cfg.attention, "maps": {k: np.round(A.numpy(), 4).tolist() for k, A in pictures.items()},
+    }  # fmt: skip
+
+
+def picture(numbers, path):
+    import matplotlib.pyplot as plt
+
+    tokens = [{" ": "␣", "\n": "⏎"}.get(token, token) for token in numbers["tokens"]]
+    figure, axes = plt.subplots(1, len(numbers["maps"]), figsize=(4.4 * len(numbers["maps"]), 4.6), layout="constrained")
+    for ax, (title, A) in zip(np.atleast_1d(axes), numbers["maps"].items()):
+        A = np.array(A)
+        image = ax.imshow(A, cmap="RdBu", vmin=-np.abs(A).max(), vmax=np.abs(A).max())
+        ax.set_title(f"{title}   ({(A < 0).sum() / np.tril(np.ones_like(A)).sum():.0%} of weights negative)")
+        ax.set_xticks(range(len(tokens)), tokens, fontsize=4, family="monospace")
+        ax.set_yticks(range(len(tokens)), tokens, fontsize=4, family="monospace")
+        ax.tick_params(length=0)
+        figure.colorbar(image, ax=ax, shrink=0.7)
+    lam = "" if numbers["lam"] is None else f", lambda {numbers['lam']:.2f}"
+    figure.suptitle(f"{numbers['attention']}: layer {numbers['layer']}, head {numbers['head']}{lam}")
+    figure.savefig(path, dpi=160)
+    plt.close(figure)
+
+
+def main():
+    import sys
+
+    import tyro
+
+    cfg = tyro.cli(MapsConfig, description=__doc__)
+    try:
+        run = cfg.out_dir or checkpoint.newest_run()
+        state = checkpoint.load(checkpoint.find(run))
+        model, tokenizer = checkpoint.load_model(state), tokenizers.from_dict(state["tokenizer"])
+        prompt = cfg.prompt or "\n" + next(stories.generate(stories.Difficulty(), seed=3, count=1))[0].rstrip()
+        numbers = maps_of(model, tokenizer, prompt, cfg.layer, cfg.head)
+    except (ValueError, OSError) as error:
+        sys.exit(f"maps: {error}")
+    experiments.save(cfg.name, numbers)
+    picture(numbers, experiments.RESULTS / f"{cfg.name}.png")
+    for title, A in numbers["maps"].items():
+        last = np.array(A)[-1]
+        strongest = ", ".join(f"{numbers['tokens'][j]!r} {last[j]:+.2f}" for j in np.abs(last).argsort()[::-1][:3])
+        print(f"{title:15s} rows sum to {np.array(A)[-1].sum():.2f}; the last token looks at {strongest}")
+    print(f"{experiments.RESULTS / cfg.name}.png")
+
+
+if __name__ == "__main__":
+    main()

