@@ -50,36 +50,31 @@ class GPTConfig:
 
     def check(self):
         """Raises ValueError with one sentence: the field, its value, the nearest legal value."""
+
+        def need(ok, sentence):
+            if not ok:
+                raise ValueError(sentence)
+
         for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.attention not in ATTENTIONS:
-            raise ValueError(f"attention={self.attention!r} must be one of {', '.join(ATTENTIONS)}")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout={self.dropout} must be at least 0 and less than 1")
+            need(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1")
         for name in ("init_std", "rope_theta"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name}={getattr(self, name)} must be a positive number")
-        unit = ATTENTIONS[self.attention].head_multiple
-        if self.n_head % unit:
-            raise ValueError(
-                f"n_head={self.n_head} must be even for attention={self.attention}, which pairs heads:"
-                f" use {self.n_head + 1}"
-            )
-        if self.n_embd % (2 * self.n_head):
-            per_head = max(2, 2 * round(self.n_embd / self.n_head / 2))
-            raise ValueError(
-                f"n_embd={self.n_embd} does not divide into n_head={self.n_head} heads of even size"
-                f" (RoPE turns pairs of channels): use n_embd={per_head * self.n_head}"
-            )
-        legal = [n for n in range(unit, self.n_head + 1, unit) if self.n_head % n == 0]
-        if self.kv_heads not in legal:
-            nearest = min(legal, key=lambda n: abs(n - self.kv_heads))
-            why = " and be even, since a pair of heads needs two keys" if unit == 2 else ""
-            raise ValueError(f"n_kv_head={self.n_kv_head} must divide n_head={self.n_head}{why}: use {nearest}")
+            need(0 < getattr(self, name) < math.inf, f"{name}={getattr(self, name)} must be a positive number")
+        need(0 <= self.dropout < 1, f"dropout={self.dropout} must be at least 0 and less than 1")
+        need(self.attention in ATTENTIONS, f"attention={self.attention!r} must be one of {', '.join(ATTENTIONS)}")
+        unit, H = ATTENTIONS[self.attention].head_multiple, self.n_head
+        need(H % unit == 0, f"n_head={H} must be even, since {self.attention} attention pairs heads: use {H + 1}")
+        nearest = H * max(2, 2 * round(self.n_embd / H / 2))
+        need(
+            self.n_embd % (2 * H) == 0,
+            f"n_embd={self.n_embd} does not divide into n_head={H} heads of even size: use n_embd={nearest}",
+        )
+        legal = [n for n in range(unit, H + 1, unit) if H % n == 0]
+        nearest = min(legal, key=lambda n: abs(n - self.kv_heads))
+        even = " and be even, since a pair of heads needs two keys" * (unit == 2)
+        need(self.kv_heads in legal, f"n_kv_head={self.n_kv_head} must divide n_head={H}{even}: use {nearest}")
 
 
-# ------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------
 # Small parts
 
 
@@ -100,10 +95,12 @@ class RMSNorm(nn.Module):
         return F.rms_norm(upcast(x), self.weight.shape, upcast(self.weight), self.eps).type_as(x)
 
 
-def rope_table(start, end, D, theta, device, dtype):
-    """cos and sin of every position's angles, two tensors of (T, D/2). RoFormer, arXiv 2104.09864, eq. 15."""
-    frequency = theta ** (-torch.arange(0, D, 2, device=device, dtype=dtype) / D)  # (D/2), radians per token
-    angle = torch.outer(torch.arange(start, end, device=device, dtype=dtype), frequency)  # (T, D/2)
+def rope_table(cfg, start, end, like):
+    """RoPE's cos and sin for positions start .. end - 1, each (T, D/2), on the device of `like` and in its type
+    or float32. RoFormer, arXiv 2104.09864, eq. 15."""
+    kind = dict(device=like.device, dtype=torch.promote_types(like.dtype, torch.float32))
+    frequency = cfg.rope_theta ** (-torch.arange(0, cfg.head_size, 2, **kind) / cfg.head_size)  # radians a token
+    angle = torch.outer(torch.arange(start, end, **kind), frequency)
     return angle.cos(), angle.sin()
 
 
@@ -132,7 +129,7 @@ class KVCache:
         return self.k[:, :, : new.stop], self.v[:, :, : new.stop]
 
 
-# ------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------
 # Attention itself, twice: `eager` shows its maps, `fused` never stores them. With grouped queries
 # K and V have fewer heads than Q, and each serves as many neighbouring query heads as it takes.
 
@@ -180,7 +177,7 @@ def flash(q, k, v):
     )
 
 
-# ------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------
 # The kinds of attention. To add one: a class that makes `operands` (or overrides `forward`), and a
 # line in ATTENTIONS. The parameter names q_proj .. subln are the official code's.
 
@@ -301,7 +298,7 @@ class DiffAttentionV2(Attention):
 ATTENTIONS = {"standard": StandardAttention, "diff": DiffAttention, "diff_v2": DiffAttentionV2}
 
 
-# ------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------
 # The transformer around it
 
 
@@ -365,16 +362,11 @@ class GPT(nn.Module):
             else:
                 p.fill_(1.0)
 
-    def rope(self, start, end, like):
-        """The angles of positions start .. end - 1, in at least float32."""
-        dtype = torch.promote_types(like.dtype, torch.float32)
-        return rope_table(start, end, self.cfg.head_size, self.cfg.rope_theta, like.device, dtype)
-
     def features(self, idx, caches=None):
         """(B, T) ids of the next T tokens, any T -> (B, T, C), what the head scores."""
         x = self.dropout(self.tok_emb(idx))
         past = caches[0].length if caches else 0
-        rope = self.rope(past, past + idx.shape[1], x)
+        rope = rope_table(self.cfg, past, past + idx.shape[1], like=x)
         for block, cache in zip(self.blocks, caches or [None] * len(self.blocks)):
             x = block(x, rope, cache)
         return self.norm(x)
@@ -391,7 +383,7 @@ class GPT(nn.Module):
         """(B, T) ids -> for each layer (A1, A2, lam), maps (B, heads, T, T), lam a scalar ("diff") or
         (B, heads, T) ("diff_v2"). The weights on V are A1 - lam[..., None] * A2; "standard" has (A, None, None)."""
         maps, x = [], self.tok_emb(idx)
-        rope = self.rope(0, idx.shape[1], x)
+        rope = rope_table(self.cfg, 0, idx.shape[1], like=x)
         for block in self.blocks:
             maps.append(block.attn.maps(block.attn_norm(x), rope))
             x = block(x, rope)
@@ -429,7 +421,7 @@ class GPT(nn.Module):
                 caches = [KVCache(size) for _ in self.blocks] if use_cache else None
                 x = self.features(idx[:, start:], caches)
             token = pick(self.lm_head(x[:, -1]), temperature, top_k, top_p, generator)
-            idx = torch.cat((idx, token), dim=1)
+            idx = torch.cat((idx, token.to(idx.device)), dim=1)
             yield token
 
     def generate(self, idx, max_new_tokens, **how):

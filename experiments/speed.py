@@ -77,7 +77,7 @@ def layer_pass(kind, use_fused, T, device="cpu"):
         torch.nn.init.normal_(p, std=0.1)
     layer.use_fused = use_fused
     x = torch.randn(1, T, cfg.n_embd, device=device, requires_grad=True)
-    layer(x, rope_table(0, T, cfg.head_size, cfg.rope_theta, x.device, x.dtype)).sum().backward()
+    layer(x, rope_table(cfg, 0, T, like=x)).sum().backward()
 
 
 def kernels(kind, use_fused):

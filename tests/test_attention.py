@@ -29,7 +29,7 @@ def make(kind, n_kv_head=0, seed=0):
         for p in layer.parameters():
             p.copy_(torch.randn(p.shape, generator=rng, dtype=p.dtype) * (0.3 if p.ndim == 1 else 0.2))
     x = torch.randn(B, T, H * D, generator=rng, dtype=torch.float64)
-    rope = model.rope_table(0, T, D, cfg.rope_theta, x.device, x.dtype)
+    rope = model.rope_table(cfg, 0, T, like=x)
     return cfg, layer, rope, x
 
 
@@ -313,11 +313,11 @@ def test_the_past_does_not_see_the_future(kind, kv, use_fused):
 @pytest.mark.parametrize("kind", reference.LAYERS)
 def test_rope_scores_depend_on_distance_only(kind):
     cfg, layer, rope, x = make(kind)
-    later = model.rope_table(11, 11 + T, D, cfg.rope_theta, x.device, x.dtype)
+    later = model.rope_table(cfg, 11, 11 + T, like=x)
     for A, B_ in zip(layer.maps(x, rope)[:2], layer.maps(x, later)[:2]):
         if A is not None:
             torch.testing.assert_close(A, B_, rtol=0, atol=1e-12)
-    other = model.rope_table(0, 2 * T, D, cfg.rope_theta, x.device, x.dtype)
+    other = model.rope_table(cfg, 0, 2 * T, like=x)
     assert (layer.maps(x, rope)[0] - layer.maps(x, [r[::2] for r in other])[0]).abs().max() > 1e-3
 
 

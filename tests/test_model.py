@@ -43,7 +43,7 @@ def test_heads_of_a_768_wide_model():
     for kind in KINDS:
         cfg = GPTConfig(n_embd=768, n_head=12, attention=kind)
         layer = ATTENTIONS[kind](cfg, 0)
-        q1, k1, _, _, v, _ = layer.operands(torch.randn(1, 5, 768), model.rope_table(0, 5, 64, 1e4, "cpu", torch.float32))
+        q1, k1, _, _, v, _ = layer.operands(x := torch.randn(1, 5, 768), model.rope_table(cfg, 0, 5, like=x))
         shapes[kind] = (q1.shape[1], q1.shape[3], v.shape[3])
         assert q1.shape[1] * v.shape[3] == 768
     assert shapes == {"standard": (12, 64, 64), "diff": (6, 64, 128), "diff_v2": (12, 64, 64)}
