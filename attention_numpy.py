@@ -85,9 +85,7 @@ def lambda_init(layer):  # layer counts from 0, the paper's l from 1
 
 def layer_lambda(w, layer):  # -> scalar
     """eq. 2: one lambda a layer, for all its heads."""
-    return (
-        math.exp(w["lambda_q1"] @ w["lambda_k1"]) - math.exp(w["lambda_q2"] @ w["lambda_k2"]) + lambda_init(layer)
-    )
+    return math.exp(w["lambda_q1"] @ w["lambda_k1"]) - math.exp(w["lambda_q2"] @ w["lambda_k2"]) + lambda_init(layer)
 
 
 def standard_layer(x, w, layer, n_head, n_kv_head, theta=10000.0, causal=True):  # (T, C) -> (T, C), maps
@@ -167,7 +165,7 @@ def rms_norm_backward(dz, x, gain, eps=1e-5):  # (T, E), (T, E), (E,) -> (T, E),
     return dx, (dz * x / r).sum(axis=0)
 
 
-def diff_layer_backward(dout, x, w, layer, n_head, n_kv_head, theta=10000.0, causal=True):  # (T, C) -> dx (T, C), dw
+def diff_layer_backward(dout, x, w, layer, n_head, n_kv_head, theta=10000.0, causal=True):  # (T, C) -> (T, C), dw
     """The gradients of `diff_layer`: by its input, and by each array in w, under the same names."""
     D = x.shape[1] // n_head
     lam, gamma = layer_lambda(w, layer), 1 - lambda_init(layer)
@@ -217,7 +215,9 @@ def walk_through():
     A1, A2 = softmax_map(Q1, K, causal=False), softmax_map(Q2, K, causal=False)
     A = diff_map(A1, A2, lam)
     print(f"{T} tokens, no mask. Token {signal} is the signal; token {noise} distracts both maps alike.")
-    print(f"\nA1, each row a softmax:\n{show(A1)}\nA2, another:\n{show(A2)}\nA1 - {lam} A2, the weights on V:\n{show(A)}")
+    print(
+        f"\nA1, each row a softmax:\n{show(A1)}\nA2, another:\n{show(A2)}\nA1 - {lam} A2, the weights on V:\n{show(A)}"
+    )
     print(f"\nrow sums: {A.sum(axis=1).round(12).tolist()}, that is 1 - lambda")
     print(f"negative weights: {(A < 0).sum()} of {A.size}; a softmax can have none")
     for name, u in (("signal", signal), ("distraction", noise)):

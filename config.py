@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, fields
 
 from data.stories import Difficulty
-from model import GPTConfig
+from model import ATTENTIONS, GPTConfig
 
 
 @dataclass
@@ -82,7 +82,7 @@ class TrainConfig:
         for name, legal in CHOICES.items():
             if getattr(self, name) not in legal:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(legal)}")
-        self.model_config().check()
+        check_model(self.model_config())
         self.difficulty().check()
 
 
@@ -102,3 +102,29 @@ CHOICES = {
 }
 # What may differ when a run is resumed: the rest would make it another run.
 MAY_CHANGE = "max_iters out_dir eval_interval log_interval device compile resume init_from eval_only preset".split()
+
+
+def need(ok, sentence):
+    if not ok:
+        raise ValueError(sentence)
+
+
+def check_model(cfg):
+    """Of a GPTConfig. Raises ValueError with one sentence: the field, its value, the nearest legal value."""
+    for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
+        need(getattr(cfg, name) >= 1, f"{name}={getattr(cfg, name)} must be at least 1")
+    for name in ("init_std", "rope_theta"):
+        need(0 < getattr(cfg, name) < math.inf, f"{name}={getattr(cfg, name)} must be a positive number")
+    need(0 <= cfg.dropout < 1, f"dropout={cfg.dropout} must be at least 0 and less than 1")
+    need(cfg.attention in ATTENTIONS, f"attention={cfg.attention!r} must be one of {', '.join(ATTENTIONS)}")
+    unit, H = ATTENTIONS[cfg.attention].head_multiple, cfg.n_head
+    need(H % unit == 0, f"n_head={H} must be even, since {cfg.attention} attention pairs heads: use {H + 1}")
+    nearest = H * max(2, 2 * round(cfg.n_embd / H / 2))
+    need(
+        cfg.n_embd % (2 * H) == 0,
+        f"n_embd={cfg.n_embd} does not divide into n_head={H} heads of even size: use n_embd={nearest}",
+    )
+    legal = [n for n in range(unit, H + 1, unit) if H % n == 0]
+    nearest = min(legal, key=lambda n: abs(n - cfg.kv_heads))
+    even = " and be even, since a pair of heads needs two keys" * (unit == 2)
+    need(cfg.kv_heads in legal, f"n_kv_head={cfg.n_kv_head} must divide n_head={H}{even}: use {nearest}")

@@ -48,31 +48,6 @@ class GPTConfig:
     def kv_heads(self):
         return self.n_kv_head or self.n_head
 
-    def check(self):
-        """Raises ValueError with one sentence: the field, its value, the nearest legal value."""
-
-        def need(ok, sentence):
-            if not ok:
-                raise ValueError(sentence)
-
-        for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
-            need(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("init_std", "rope_theta"):
-            need(0 < getattr(self, name) < math.inf, f"{name}={getattr(self, name)} must be a positive number")
-        need(0 <= self.dropout < 1, f"dropout={self.dropout} must be at least 0 and less than 1")
-        need(self.attention in ATTENTIONS, f"attention={self.attention!r} must be one of {', '.join(ATTENTIONS)}")
-        unit, H = ATTENTIONS[self.attention].head_multiple, self.n_head
-        need(H % unit == 0, f"n_head={H} must be even, since {self.attention} attention pairs heads: use {H + 1}")
-        nearest = H * max(2, 2 * round(self.n_embd / H / 2))
-        need(
-            self.n_embd % (2 * H) == 0,
-            f"n_embd={self.n_embd} does not divide into n_head={H} heads of even size: use n_embd={nearest}",
-        )
-        legal = [n for n in range(unit, H + 1, unit) if H % n == 0]
-        nearest = min(legal, key=lambda n: abs(n - self.kv_heads))
-        even = " and be even, since a pair of heads needs two keys" * (unit == 2)
-        need(self.kv_heads in legal, f"n_kv_head={self.n_kv_head} must divide n_head={H}{even}: use {nearest}")
-
 
 # ---------------------------------------------------------------------------------------------
 # Small parts
@@ -193,6 +168,9 @@ class Attention(nn.Module):
     def __init__(self, cfg, layer):
         super().__init__()
         C, D = cfg.n_embd, cfg.head_size
+        assert C == cfg.n_head * D and D % 2 == 0, f"{C} channels in {cfg.n_head} heads: RoPE needs an even size"
+        assert cfg.n_head % cfg.kv_heads == 0, f"{cfg.n_head} query heads cannot share {cfg.kv_heads} keys evenly"
+        assert cfg.n_head % self.head_multiple == cfg.kv_heads % self.head_multiple == 0, f"odd heads in pairs: {cfg}"
         self.D = D
         self.q_proj = nn.Linear(C, self.query_factor * cfg.n_head * D, bias=False)
         self.k_proj = nn.Linear(C, cfg.kv_heads * D, bias=False)
@@ -335,7 +313,6 @@ class Block(nn.Module):
 class GPT(nn.Module):
     def __init__(self, cfg, seed=0):
         super().__init__()
-        cfg.check()
         self.cfg = cfg
         self.tok_emb = nn.Embedding(cfg.vocab_size, cfg.n_embd)
         self.dropout = nn.Dropout(cfg.dropout)
@@ -372,7 +349,7 @@ class GPT(nn.Module):
         return self.norm(x)
 
     def forward(self, idx, targets=None):
-        """(B, T) ids -> logits (B, T, V), and with targets (B, T) the mean loss in nats a token; target -1 is skipped."""
+        """(B, T) ids -> logits (B, T, V), and with targets (B, T) the mean loss, nats a token; -1 is skipped."""
         logits = self.lm_head(self.features(idx))
         if targets is None:
             return logits, None

@@ -10,7 +10,6 @@ the step alone, so two runs that differ in the model see the same text in the sa
 """
 
 import math
-import os
 import signal
 import subprocess
 import sys
@@ -29,7 +28,6 @@ import data
 from config import MAY_CHANGE, PRESETS, TrainConfig
 from model import GPT
 
-
 # Dense bfloat16 peak of known GPUs in FLOP/s, from their data sheets: without one, no MFU is reported.
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L4": 121e12, "RTX 4090": 165e12, "RTX 3090": 71e12}
 
@@ -38,7 +36,7 @@ PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L4": 121e12, "RTX
 
 
 def precision(device_type, dtype, bf16_supported=False):
-    """(dtype name, autocast or not, gradient scaler or not) for a kind of device. auto is bfloat16 on a GPU that has it."""
+    """(dtype name, autocast or not, gradient scaler or not) for a kind of device; auto is bfloat16 on a GPU with it."""
     if dtype == "auto":
         dtype = {"cuda": "bfloat16" if bf16_supported else "float16"}.get(device_type, "float32")
     return dtype, dtype != "float32", dtype == "float16" and device_type == "cuda"
@@ -62,7 +60,7 @@ def make_optimizer(model, cfg):
 
 
 @torch.no_grad()
-def evaluate(model, windows, batch_size, device, autocast=nullcontext()):
+def evaluate(model, windows, batch_size, device, autocast=None):
     """Validation loss in nats a token over the fixed windows and, where they ask questions, the share answered right.
 
     An answer is right if each of its tokens is the likeliest after the true ones before it: greedy
@@ -72,7 +70,7 @@ def evaluate(model, windows, batch_size, device, autocast=nullcontext()):
     nats, hits = 0.0, []
     for rows in zip(*(np.split(a, range(batch_size, len(a), batch_size)) for a in windows[:2])):
         x, y = (torch.from_numpy(a).to(device) for a in rows)
-        with autocast:
+        with autocast or nullcontext():
             logits, _ = model(x)
         nats += F.cross_entropy(logits.float().flatten(0, 1), y.flatten(), ignore_index=-1, reduction="sum").item()
         hits.append((logits.argmax(dim=-1) == y).cpu().numpy())
@@ -116,6 +114,39 @@ def commit():
 # The run
 
 
+def starting_point(cfg):
+    """(cfg, state, dataset, model_cfg): what a run begins with, all of it checked; state is a checkpoint or None."""
+    goes_on = cfg.resume or cfg.eval_only
+    if goes_on and not cfg.out_dir:
+        cfg = replace(cfg, out_dir=str(checkpoint.newest_run()))
+    state = None
+    if goes_on or cfg.init_from:
+        names = ("ckpt.pt",) if cfg.resume else ("best.pt", "ckpt.pt")
+        state = checkpoint.load(checkpoint.find(cfg.out_dir if goes_on else cfg.init_from, names))
+    elif cfg.out_dir and (Path(cfg.out_dir) / "ckpt.pt").exists():
+        raise ValueError(
+            f"{cfg.out_dir} holds a run already: add --resume to go on with it, or choose another --out_dir"
+        )
+    if cfg.resume:
+        for name, old in state["train_config"].items():
+            if name not in MAY_CHANGE and getattr(cfg, name) != old:
+                raise ValueError(f"{name}={getattr(cfg, name)!r} cannot change on --resume: this run has {old!r}")
+
+    dataset = data.load(cfg.dataset, cfg.tokenizer, cfg.bpe_vocab_size, cfg.difficulty())
+    dataset.starts("train", cfg.block_size)  # raises here, not at the first step, if the text is too short
+    if state and dataset.tokenizer.to_dict() != state["tokenizer"]:
+        theirs = data.tokenizers.from_dict(state["tokenizer"])
+        raise ValueError(
+            f"dataset={cfg.dataset!r} has a vocabulary of {dataset.tokenizer.vocab_size} tokens that is not the"
+            f" checkpoint's of {theirs.vocab_size}: use the text that it was trained on"
+        )
+    model_cfg = cfg.model_config(dataset.tokenizer.vocab_size)
+    for name, value in asdict(model_cfg).items():
+        if state and state["model_config"][name] != value and name != "dropout":
+            raise ValueError(f"{name}={value!r} does not fit the checkpoint, which has {state['model_config'][name]!r}")
+    return cfg, state, dataset, model_cfg
+
+
 def train(cfg):
     """Trains, or resumes, or evaluates, as cfg says; prints as it goes. Returns the run's numbers, a dict.
 
@@ -128,32 +159,9 @@ def train(cfg):
     dtype, use_autocast, use_scaler = precision(device.type, cfg.dtype, bf16)
     autocast = torch.autocast(device.type, getattr(torch, dtype)) if use_autocast else nullcontext()
 
-    # What there is to start from
-    goes_on = cfg.resume or cfg.eval_only
-    if goes_on and not cfg.out_dir:
-        cfg = replace(cfg, out_dir=str(checkpoint.newest_run()))
-    state = None
-    if goes_on or cfg.init_from:
-        names = ("ckpt.pt",) if cfg.resume else ("best.pt", "ckpt.pt")
-        state = checkpoint.load(checkpoint.find(cfg.out_dir if goes_on else cfg.init_from, names))
-    if cfg.resume:
-        for name, old in state["train_config"].items():
-            if name not in MAY_CHANGE and getattr(cfg, name) != old:
-                raise ValueError(f"{name}={getattr(cfg, name)!r} cannot change on --resume: this run has {old!r}")
-    dataset = data.load(cfg.dataset, cfg.tokenizer, cfg.bpe_vocab_size, cfg.difficulty())
-    if state and dataset.tokenizer.to_dict() != state["tokenizer"]:
-        theirs = data.tokenizers.from_dict(state["tokenizer"])
-        raise ValueError(
-            f"dataset={cfg.dataset!r} has a vocabulary of {dataset.tokenizer.vocab_size} tokens that is not the"
-            f" checkpoint's of {theirs.vocab_size}: use the text that it was trained on"
-        )
-    model_cfg = cfg.model_config(dataset.tokenizer.vocab_size)
-    for name, value in asdict(model_cfg).items():
-        if state and state["model_config"][name] != value and name != "dropout":
-            raise ValueError(f"{name}={value!r} does not fit the checkpoint, which has {state['model_config'][name]!r}")
+    cfg, state, dataset, model_cfg = starting_point(cfg)
     windows = dataset.val_windows(cfg.eval_windows, cfg.block_size)
     entropy = dataset.val_entropy(len(windows[0]))
-    dataset.starts("train", cfg.block_size)  # raises here, not at the first step, if the text is too short
 
     # The model and its optimiser
     model = GPT(model_cfg, cfg.seed)
@@ -184,10 +192,8 @@ def train(cfg):
     if not cfg.out_dir:
         cfg = replace(cfg, out_dir=str(checkpoint.free_name(f"{Path(cfg.dataset).stem}-{cfg.attention}")))
     run = Path(cfg.out_dir)
-    if (run / "ckpt.pt").exists() and not cfg.resume:
-        raise ValueError(f"{run} holds a run already: add --resume to go on with it, or choose another --out_dir")
     run.mkdir(parents=True, exist_ok=True)
-    checkpoint.write_config(run, asdict(replace(cfg, resume=False, init_from="")))
+    checkpoint.write_config(run, asdict(replace(cfg, resume=False)))
     log = checkpoint.Log(run, step)
     if not cfg.resume:
         log.append(
@@ -217,10 +223,13 @@ def train(cfg):
                 if not math.isfinite(loss):
                     raise diverged(step, "validation loss", loss, run)
                 history.append((step, loss))
+                model.eval()
                 maps = model.attention_maps(torch.from_numpy(windows[0][:1, : min(cfg.block_size, 256)]).to(device))
+                model.train()
                 lambdas = [lam.mean().item() for _, _, lam in maps if lam is not None]
                 log.append(step=step, val_loss=loss, answers=answers, lambdas=lambdas)
-                bar.write(f"update {step}: {describe(loss, answers, entropy)}")
+                speed = f", {counted / seconds:,.0f} tokens/s" if seconds else ""
+                bar.write(f"update {step}: {describe(loss, answers, entropy)}{speed}")
                 if loss < best:
                     best = loss
                     keep("best.pt")
@@ -264,8 +273,6 @@ def train(cfg):
                 bar.set_postfix_str(f"loss {train_loss:.3f}, {record['tokens_per_s']:,.0f} tokens/s")
 
     if stop.signum:
-        print(f"stopped by signal {stop.signum} after update {step}, saved in {run / 'ckpt.pt'}")
-        print(f"go on: python train.py --resume --out_dir={run}")
         return {"interrupted": stop.signum, "out_dir": str(run), "steps": step}
     return {
         "val_loss": loss, "best_val_loss": best, "train_loss": train_loss, "answers": answers, "entropy": entropy,
@@ -293,6 +300,24 @@ def to_device(array, device):
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
+def report(cfg, result, tokens=300):
+    """Prints a sample, the run's numbers and what to type next."""
+    run = result["out_dir"]
+    state = checkpoint.load(checkpoint.find(run))
+    model, tokenizer = checkpoint.load_model(state), data.tokenizers.from_dict(state["tokenizer"])
+    first = tokenizer.encode("\n")[0] if "\n" in getattr(tokenizer, "chars", "\n") else 0
+    idx = model.generate(torch.tensor([[int(first)]]), tokens, generator=torch.Generator().manual_seed(0))
+    print(f"\nA sample at temperature 1:\n\n{tokenizer.decode_bytes(idx[0, 1:].tolist()).decode(errors='replace')}\n")
+    print(describe(result["val_loss"], result["answers"], result["entropy"]))
+    if result["tokens_per_s"]:
+        speed = f"{result['seconds']:.0f} s of training, {result['tokens_per_s']:,.0f} tokens/s"
+        print(f"{result['steps']} updates, {speed}, {result['params']:,} parameters")
+    print(f"saved in {run}: ckpt.pt (latest), best.pt (lowest validation loss), log.jsonl, config.json")
+    print(f"next: python sample.py --out_dir={run}")
+    if cfg.attention != "standard":
+        print("      the same again with --attention=standard, to compare")
+
+
 def main():
     import tyro  # only here: train(cfg) needs no command line
 
@@ -311,11 +336,18 @@ def main():
         elif cfg.init_from:
             theirs = checkpoint.load(checkpoint.find(cfg.init_from))["model_config"]
             default = replace(default, **{k: v for k, v in theirs.items() if k != "vocab_size"})
-        result = train(parse(default))
-    except (ValueError, OSError, FloatingPointError, RuntimeError) as error:
+        cfg = parse(default)
+        result = train(cfg)
+    except (ValueError, OSError, FloatingPointError) as error:
         sys.exit(f"train.py: {error}")
     if "interrupted" in result:
+        print(
+            f"stopped by signal {result['interrupted']}, saved update {result['steps']} in {result['out_dir']}/ckpt.pt"
+        )
+        print(f"go on: python train.py --resume --out_dir={result['out_dir']}")
         sys.exit(128 + result["interrupted"])
+    if not cfg.eval_only:
+        report(cfg, result)
 
 
 if __name__ == "__main__":

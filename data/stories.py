@@ -12,10 +12,11 @@ Standard library only; `random.Random(seed).random()` is the one sequence that P
 
 import math
 import random
-import re
 from dataclasses import dataclass
 
-NAMES = "Ann Ben Cleo Dan Eva Finn Gus Hana Ivo Joy Kai Lea Max Nora Otto Pia Quin Rosa Sam Tess Uma Vera Will Yara".split()
+NAMES = (
+    "Ann Ben Cleo Dan Eva Finn Gus Hana Ivo Joy Kai Lea Max Nora Otto Pia Quin Rosa Sam Tess Uma Vera Will Yara".split()
+)
 COLOURS = "red blue green black white brown pink grey".split()
 THINGS = "kite drum boat lamp book ring coin doll fork sled vase hat".split()
 SCENES = """The wind was cold.|It was late.|A bell rang.|Rain fell on the roof.
@@ -42,7 +43,12 @@ class Difficulty:
     def check(self):
         """Raises ValueError with one sentence: the field, its value, the nearest legal value."""
         most = min(len(NAMES), len(THINGS))
-        for name, low, high in (("people", 1, most), ("scenes", 0, 99), ("sightings", 0, 99), ("questions", 1, self.people)):
+        for name, low, high in (
+            ("people", 1, most),
+            ("scenes", 0, 99),
+            ("sightings", 0, 99),
+            ("questions", 1, self.people),
+        ):
             value = getattr(self, name)
             if not low <= value <= high:
                 raise ValueError(f"{name}={value} must be from {low} to {high}: use {min(max(value, low), high)}")

@@ -63,7 +63,9 @@ def table(numbers):
     """The rows that the terminal and the README show."""
     kinds, baseline = numbers["kinds"], numbers["baseline"]
     asks = kinds[baseline]["answers"][0] is not None
-    rows = [["attention", "parameters", "seeds", "validation loss", f"difference to {baseline}", *["answers right"] * asks]]
+    rows = [
+        ["attention", "parameters", "seeds", "validation loss", f"difference to {baseline}", *["answers right"] * asks]
+    ]
     for kind, k in kinds.items():
         (mean, sd), (diff, _, half) = k["mean_sd"], k["difference"]
         verdict = f"{diff:+.4f} ± {half:.4f}" + (" (not distinguishable)" if not abs(diff) > half else "")

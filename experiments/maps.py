@@ -53,7 +53,9 @@ def picture(numbers, path):
     import matplotlib.pyplot as plt
 
     tokens = [{" ": "␣", "\n": "⏎"}.get(token, token) for token in numbers["tokens"]]
-    figure, axes = plt.subplots(1, len(numbers["maps"]), figsize=(4.4 * len(numbers["maps"]), 4.6), layout="constrained")
+    figure, axes = plt.subplots(
+        1, len(numbers["maps"]), figsize=(4.4 * len(numbers["maps"]), 4.6), layout="constrained"
+    )
     for ax, (title, A) in zip(np.atleast_1d(axes), numbers["maps"].items()):
         A = np.array(A)
         image = ax.imshow(A, cmap="RdBu", vmin=-np.abs(A).max(), vmax=np.abs(A).max())

@@ -96,7 +96,11 @@ def test_cache_is_the_reference(kind, kv, use_fused, prefill):
     cfg, layer, rope, x = make(kind, kv)
     layer.use_fused = use_fused
     cache = KVCache(T)
-    pieces = [(0, prefill), *((t, t + 1) for t in range(prefill, T - 2)), (max(prefill, T - 2), T)]  # the last: 1 or 2 tokens
+    pieces = [
+        (0, prefill),
+        *((t, t + 1) for t in range(prefill, T - 2)),
+        (max(prefill, T - 2), T),
+    ]  # the last: 1 or 2 tokens
     with torch.no_grad():
         out = torch.cat([layer(x[:, a:b], [r[a:b] for r in rope], cache) for a, b in pieces], dim=1)
     np.testing.assert_allclose(out, by_reference(cfg, layer, x)[0], rtol=0, atol=1e-12)

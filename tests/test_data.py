@@ -227,7 +227,9 @@ def test_story_windows(tmp_path):
 
 def test_training_and_validation_stories_differ():
     dataset = data.load("stories", difficulty=replace(Difficulty(), train_stories=500, val_stories=500))
-    train, val = (set(dataset.tokenizer.decode_bytes(dataset.tokens(s)).decode().splitlines()) for s in ("train", "val"))
+    train, val = (
+        set(dataset.tokenizer.decode_bytes(dataset.tokens(s)).decode().splitlines()) for s in ("train", "val")
+    )
     assert not train & val
 
 

@@ -8,6 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import model
+from config import check_model
 from model import ATTENTIONS, GPT, GPTConfig, pick
 
 KINDS = list(ATTENTIONS)
@@ -30,7 +31,9 @@ def test_diff_adds_lambda_vectors_and_gains_only(n_embd, n_head):
     assert count["diff"] - count["standard"] == cfg.n_layer * (4 * D + 2 * D)
 
 
-@pytest.mark.parametrize("n_embd, n_head, n_kv_head", [(128, 4, 0), (128, 8, 0), (384, 6, 0), (384, 6, 2), (768, 12, 0)])
+@pytest.mark.parametrize(
+    "n_embd, n_head, n_kv_head", [(128, 4, 0), (128, 8, 0), (384, 6, 0), (384, 6, 2), (768, 12, 0)]
+)
 def test_v2_has_as_many_parameters(n_embd, n_head, n_kv_head):
     cfg = GPTConfig(n_embd=n_embd, n_head=n_head, n_kv_head=n_kv_head)
     count = {kind: GPT(replace(cfg, attention=kind)).num_params() for kind in ("standard", "diff_v2")}
@@ -289,7 +292,7 @@ def test_a_fourth_kind_is_a_class_and_an_entry(monkeypatch):
 )
 def test_bad_architecture_is_refused_by_name(change, parts):
     with pytest.raises(ValueError) as caught:
-        GPT(replace(SMALL, **change))
+        check_model(replace(SMALL, **change))
     assert all(part in str(caught.value) for part in parts), caught.value
 
 
@@ -300,9 +303,9 @@ def test_suggestions_are_legal():
                 cfg, tries = GPTConfig(attention=kind, n_head=n_head, n_embd=n_embd), 0
                 while tries < 3:
                     try:
-                        cfg.check()
+                        check_model(cfg)
                         break
                     except ValueError as error:
                         name, value = str(error).rsplit("use ", 1)[1].rpartition("=")[::2]
                         cfg, tries = replace(cfg, **{name or str(error).split("=")[0]: int(value)}), tries + 1
-                cfg.check()
+                check_model(cfg)

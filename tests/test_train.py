@@ -164,7 +164,9 @@ def test_learning_rate(schedule, warmup):
 def test_norms_and_lambda_vectors_are_not_decayed():
     model = GPT(TrainConfig().model_config())
     names = {id(p): name for name, p in model.named_parameters()}
-    decayed, free = ([names[id(p)] for p in group["params"]] for group in make_optimizer(model, TrainConfig()).param_groups)
+    decayed, free = (
+        [names[id(p)] for p in group["params"]] for group in make_optimizer(model, TrainConfig()).param_groups
+    )
     assert all("norm" in name or "subln" in name or "lambda" in name for name in free)
     assert not any("norm" in name or "subln" in name or "lambda_q" in name for name in decayed)
     assert len(decayed) + len(free) == len(names)
@@ -264,7 +266,9 @@ def test_a_kill_during_evaluation_costs_nothing(tiny, monkeypatch):
     assert checkpoint.load("b/ckpt.pt")["step"] == 0
     train(tiny(out_dir="b", max_iters=4, resume=True))
     assert equal(weights("a"), weights("b"))
-    assert [r.get("val_loss") for r in checkpoint.read_log("a")] == [r.get("val_loss") for r in checkpoint.read_log("b")]
+    assert [r.get("val_loss") for r in checkpoint.read_log("a")] == [
+        r.get("val_loss") for r in checkpoint.read_log("b")
+    ]
 
 
 def test_best_is_kept_apart_from_latest(tiny, monkeypatch):

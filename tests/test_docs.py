@@ -1,0 +1,96 @@
+"""The README tells the truth: its files, commands and tables are the real ones; and imports run one way."""
+
+import ast
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import tyro
+
+import experiments
+from config import TrainConfig
+from experiments import compare, maps, speed
+from sample import SampleConfig
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+COMMANDS = re.findall(r"^(python .*?)(?:  +#.*)?$", "\n".join(re.findall(r"```sh\n(.*?)```", README, re.S)), re.M)
+CONFIGS = {
+    "train.py": TrainConfig,
+    "sample.py": SampleConfig,
+    "experiments.compare": compare.CompareConfig,
+    "experiments.maps": maps.MapsConfig,
+    "experiments.speed": speed.SpeedConfig,
+}
+
+
+def test_file_list_is_complete():
+    listed = set(re.findall(r"^\| `([^`]+)` \|", README, re.M))
+    try:
+        tracked = subprocess.run(
+            ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout.split()
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("not a git checkout: nothing says which files belong to the project")
+    code = {f for f in tracked if f.endswith(".py") and f != "data/__init__.py" and f != "experiments/__init__.py"}
+    assert {f for f in code if not f.startswith("tests/")} <= listed, "files that the README does not list"
+    assert {f for f in listed if not (ROOT / f).exists()} == set(), "files that do not exist"
+
+
+@pytest.mark.parametrize("command", sorted(set(COMMANDS)))
+def test_commands_parse(command):
+    """Every flag of every command in the README exists and takes its value."""
+    import shlex
+
+    words = shlex.split(command)[1:]
+    if words[0] == "-m":
+        words = words[1:]
+    if words[0] in CONFIGS:
+        tyro.cli(CONFIGS[words[0]], args=words[1:])
+    else:
+        assert words == ["attention_numpy.py"]
+
+
+def test_the_two_commands_are_there():
+    assert "\npip install -r requirements.txt && python train.py\n" in README
+    assert "\npip install -r requirements-dev.txt && pytest\n" in README
+
+
+def markdown(rows):
+    return [[cell.strip() for cell in row] for row in rows]
+
+
+@pytest.mark.parametrize("name", ["compare-stories", "compare-shakespeare"])
+def test_tables_are_the_results(name):
+    """The table after a marker comment in the README is the one that the committed numbers give."""
+    block = README.split(f"<!-- {name} -->\n")[1].split("\n\n")[0]
+    shown = [[cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines()]
+    assert [row for i, row in enumerate(shown) if i != 1] == markdown(compare.table(experiments.load(name)))
+
+
+def test_pictures_are_there():
+    for picture in re.findall(r"!\[[^]]*\]\(([^)]+)\)", README):
+        assert (ROOT / picture).exists(), picture
+        assert (ROOT / picture).with_suffix(".json").exists(), f"no numbers behind {picture}"
+
+
+def imported(file):
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    return {name.split(".")[0] for name in names}
+
+
+def test_imports_run_one_way():
+    own = {"attention_numpy", "model", "checkpoint", "config", "data", "train", "sample", "experiments"}
+    allowed = {
+        "attention_numpy.py": set(), "model.py": set(), "checkpoint.py": {"model"}, "config.py": {"model", "data"},
+        "train.py": {"model", "checkpoint", "config", "data"}, "sample.py": {"checkpoint", "data"},
+    }  # fmt: skip
+    for file, names in allowed.items():
+        assert imported(file) & own <= names, file
+    assert imported("attention_numpy.py") == {"math", "numpy"}
+    assert "torch" in imported("model.py") and not imported("model.py") & {"numpy", "tyro"}
+    for file in (ROOT / "data").glob("*.py"):
+        assert not imported(file) & (own | {"torch"} - {"data"}), file

@@ -1,0 +1,123 @@
+"""Experiments at toy size: what their numbers mean, not only that a file appeared."""
+
+import json
+import math
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import experiments
+from data.tokenizers import CharTokenizer
+from experiments import compare, maps, mean_sd, paired, speed, trained
+from model import ATTENTIONS, GPT, GPTConfig
+
+
+@pytest.fixture(autouse=True)
+def own_results(tmp_path, monkeypatch):
+    monkeypatch.setattr(experiments, "RESULTS", tmp_path / "results")
+
+
+def test_statistics():
+    assert mean_sd([1.0, 2.0, 6.0]) == (3.0, pytest.approx(math.sqrt(7)))
+    mean, sd, half = paired([1.0, 2.1, 3.2], [1.0, 2.0, 3.0])
+    assert (mean, sd) == (pytest.approx(0.1), pytest.approx(0.1))
+    assert half == pytest.approx(4.303 * 0.1 / math.sqrt(3))
+    assert math.isnan(paired([1.0], [2.0])[2])
+
+
+def test_trained_runs_are_made_once_and_gone_on_with(tiny, monkeypatch):
+    cfg = tiny(max_iters=6)
+    first = trained(cfg)
+    monkeypatch.setattr("train.train", None)  # would fail if called
+    assert trained(tiny(max_iters=6, out_dir="elsewhere")) == first
+    monkeypatch.undo()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("train.train", lambda cfg: sys.exit("called"))
+        with pytest.raises(SystemExit, match="called"):
+            trained(tiny(max_iters=6, seed=1))
+
+
+def test_compare(tiny, tmp_path):
+    cfg = compare.CompareConfig(dataset=tiny().dataset, kinds=("standard", "diff"), seeds=2, train=tiny(max_iters=8))
+    numbers = json.loads(json.dumps(compare.compare(cfg)))
+    assert list(numbers["kinds"]) == ["standard", "diff"]
+    standard, diff = numbers["kinds"].values()
+    assert diff["params"] - standard["params"] == 2 * 6 * 8  # two layers of 6 D
+    assert len(diff["val_loss"]) == 2 and diff["val_loss"][0] != diff["val_loss"][1]
+    assert standard["difference"][0] == 0 and diff["difference"][0] == pytest.approx(
+        np.mean(diff["val_loss"]) - np.mean(standard["val_loss"])
+    )
+    rows = compare.table(numbers)
+    assert [row[0] for row in rows] == ["attention", "standard", "diff"]
+    compare.picture(numbers, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").stat().st_size > 5000
+
+
+def test_a_better_kind_wins_and_a_copy_is_not_distinguishable():
+    def kind(losses):
+        base = [2.0, 2.1, 1.9]
+        return {"params": 1, "val_loss": losses, "mean_sd": mean_sd(losses), "difference": paired(losses, base),
+                "answers": [None]}  # fmt: skip
+
+    kinds = {"a": kind([2.0, 2.1, 1.9]), "better": kind([1.9, 2.01, 1.8]), "same": kind([2.01, 2.08, 1.91])}
+    rows = compare.table({"baseline": "a", "kinds": kinds})
+    assert [("not distinguishable" in row[4]) for row in rows[2:]] == [False, True]
+    assert rows[2][4].startswith("-0.09")
+
+
+@pytest.mark.parametrize("kind", ATTENTIONS)
+def test_maps(kind, tmp_path):
+    tokenizer = CharTokenizer("abcdefgh ?.")
+    model = GPT(GPTConfig(vocab_size=11, n_layer=2, n_embd=32, attention=kind))
+    numbers = maps.maps_of(model.eval(), tokenizer, "a bad cab fed a head.")
+    assert "".join(numbers["tokens"]) == "a bad cab fed a head."
+    A = {title: np.array(A) for title, A in numbers["maps"].items()}
+    assert list(A) == ["A1"] if kind == "standard" else ["A1", "A2", "A1 - lambda A2"]
+    np.testing.assert_allclose(A["A1"].sum(axis=1), 1, atol=2e-3)
+    if kind == "diff":
+        np.testing.assert_allclose(A["A1 - lambda A2"], A["A1"] - numbers["lam"] * A["A2"], atol=2e-4)
+    maps.picture(numbers, tmp_path / "maps.png")
+    assert (tmp_path / "maps.png").stat().st_size > 5000
+    with pytest.raises(ValueError, match="layer=2, head=0: this model has 2 layers"):
+        maps.maps_of(model, tokenizer, "a", layer=2)
+
+
+def test_speed_measures_every_kind():
+    times = speed.step_times(2, GPTConfig(block_size=32, n_layer=1, n_embd=32, vocab_size=11), 2, "cpu")
+    assert set(times) == set(ATTENTIONS) and times["standard"]["ratio"] == times["standard"]["flops_ratio"] == 1
+    assert times["diff"]["flops_ratio"] == 1 < times["diff_v2"]["flops_ratio"]
+
+
+@pytest.mark.parametrize("kind", ATTENTIONS)
+def test_kernels_are_named(kind):
+    if torch.cuda.is_available():
+        pytest.skip("this names the CPU's kernels; on CUDA they have others")
+    assert speed.kernels(kind, use_fused=True) == ["_scaled_dot_product_flash_attention_for_cpu_backward"]
+    assert speed.kernels(kind, use_fused=False) == ["_softmax_backward_data"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a process's peak memory is read from /proc")
+def test_memory_is_linear_when_fused():
+    for kind, paths in speed.memory((1024, 4096)).items():  # four times as long: 4 if linear, 16 if quadratic
+        fused, eager = paths["fused"], paths["eager"]
+        assert fused[1] < 6 * fused[0] and eager[1] > 6 * eager[0] and eager[1] > 5 * fused[1], (kind, paths)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; test_fused_is_fused is its twin on the CPU")
+@pytest.mark.parametrize("kind", ATTENTIONS)
+def test_bfloat16_on_a_gpu(kind):
+    """Fused is as exact as eager in the same type, and runs a flash or cuDNN kernel."""
+    model = GPT(GPTConfig(attention=kind, n_embd=256)).cuda()
+    idx = torch.randint(64, (2, 256), device="cuda")
+    exact = model.double()(idx)[0]
+    errors = []
+    for use_fused in (False, True):
+        for block in model.float().blocks:
+            block.attn.use_fused = use_fused
+        with torch.autocast("cuda", torch.bfloat16):
+            errors.append((model(idx)[0] - exact).abs().max().item())
+    # twice an honest computation in the same type, and a floor of a rounding of the largest logit
+    assert errors[1] <= 2 * errors[0] + 2**-8 * exact.abs().max().item()
+    assert any("flash" in name or "cudnn" in name for name in speed.kernels(kind, use_fused=True))
