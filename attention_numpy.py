@@ -102,7 +102,7 @@ def standard_layer(x, w, layer, n_head, n_kv_head, theta=10000.0, causal=True): 
 
 
 def diff_heads(x, w, n_head, n_kv_head, theta):
-    """Yields (i, g) and rotated Q1, K1, Q2, K2 (T, D) and V (T, 2 D) for each of the n_head / 2 heads of `diff_layer`."""
+    """Of each head in `diff_layer`: its number, its group's, rotated Q1, K1, Q2, K2 (T, D), and V (T, 2 D)."""
     D = x.shape[1] // n_head
     for i in range(n_head // 2):
         g = i // (n_head // n_kv_head)  # the pair of keys and the wide value of this head's group

@@ -28,8 +28,9 @@ class TrainConfig:
     tokenizer: str = "char"  # char, or bpe: byte pairs learned from the text
     bpe_vocab_size: int = 1024  # tokens
     people: int = Difficulty.people  # stories: people, each with a thing
-    scenes: int = Difficulty.scenes  # stories: sentences about nothing
+    distractors: int = Difficulty.distractors  # stories: sentences about nothing
     sightings: int = Difficulty.sightings  # stories: sentences that could be taken for an answer
+    restatements: int = Difficulty.restatements  # stories: facts said again
     questions: int = Difficulty.questions  # stories: questions at the end
 
     # the optimiser
@@ -43,7 +44,7 @@ class TrainConfig:
     lr_schedule: str = "linear"  # linear or cosine
     weight_decay: float = 0.1  # of matrices; norm gains and lambda vectors have none
     beta1: float = 0.9  # AdamW
-    beta2: float = 0.95  # AdamW
+    beta2: float = 0.98  # AdamW
     grad_clip: float = 1.0  # largest norm of the gradient; 0 is no limit
 
     # the run
@@ -66,7 +67,7 @@ class TrainConfig:
         return GPTConfig(vocab_size=vocab_size, **own)
 
     def difficulty(self):
-        return Difficulty(self.people, self.scenes, self.sightings, self.questions)
+        return Difficulty(self.people, self.distractors, self.sightings, self.restatements, self.questions)
 
     def check(self):
         """Raises ValueError with one sentence: the field, its value, the nearest legal value."""

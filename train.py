@@ -209,8 +209,11 @@ def train(cfg):
         )  # fmt: skip
 
     print(f"{run}: update {step} of {cfg.max_iters}, {len(windows[0])} validation windows of {cfg.dataset}")
+    if entropy is not None:
+        guesses = ", ".join(f"{guess} {share:.0%}" for guess, share in dataset.meta["guesses"].items())
+        print(f"entropy of all stories {dataset.meta['expected_entropy']:.4f}; answers right by guessing: {guesses}")
     bar = tqdm(total=cfg.max_iters, initial=step, unit="step", disable=not sys.stderr.isatty(), smoothing=0.05)
-    history, train_loss, seconds, counted = [], None, 0.0, 0
+    train_loss, seconds, counted = None, 0.0, 0
     with StopOnSignal() as stop, bar:
         while True:
             last = step >= cfg.max_iters or stop.signum
@@ -222,7 +225,6 @@ def train(cfg):
                 loss, answers = evaluate(model, windows, cfg.batch_size, device, autocast)
                 if not math.isfinite(loss):
                     raise diverged(step, "validation loss", loss, run)
-                history.append((step, loss))
                 model.eval()
                 maps = model.attention_maps(torch.from_numpy(windows[0][:1, : min(cfg.block_size, 256)]).to(device))
                 model.train()
@@ -274,6 +276,7 @@ def train(cfg):
 
     if stop.signum:
         return {"interrupted": stop.signum, "out_dir": str(run), "steps": step}
+    history = [(line["step"], line["val_loss"]) for line in checkpoint.read_log(run) if "val_loss" in line]
     return {
         "val_loss": loss, "best_val_loss": best, "train_loss": train_loss, "answers": answers, "entropy": entropy,
         "lambdas": lambdas, "params": params, "params_standard": standard, "steps": step, "seconds": seconds,

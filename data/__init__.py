@@ -133,15 +133,18 @@ def _read(path):
 
 
 def _prepare_stories(difficulty):
-    chars, meta, splits = stories.ALPHABET, {"lines": True}, {}
-    for split, seed, count in (("train", 1, difficulty.train_stories), ("val", 2, difficulty.val_stories)):
-        told = [story for story in stories.generate(difficulty, seed, count)]
-        splits[split] = "".join(text for text, _ in told)
-        if split == "val":
-            meta |= {"nats": [nats for _, nats in told], "lengths": [len(text) for text, _ in told]}
-    nats, length = stories.expected(difficulty)
-    meta |= {"expected_entropy": nats / length, "difficulty": asdict(difficulty)}
-    return splits, tokenizers.CharTokenizer(chars), meta
+    told = {
+        "train": list(stories.generate(difficulty, 1, difficulty.train_stories)),
+        "val": list(stories.generate(difficulty, 2, difficulty.val_stories)),
+    }
+    texts, nats = zip(*told["val"])
+    mean_nats, mean_length = stories.expected(difficulty)
+    meta = {
+        "lines": True, "nats": nats, "lengths": list(map(len, texts)), "difficulty": asdict(difficulty),
+        "expected_entropy": mean_nats / mean_length, "guesses": stories.guesses(texts),
+    }  # fmt: skip
+    splits = {split: "".join(text for text, _ in pairs) for split, pairs in told.items()}
+    return splits, tokenizers.CharTokenizer(stories.ALPHABET), meta
 
 
 def _prepare_text(name, text, kind, bpe_vocab_size):

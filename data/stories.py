@@ -2,7 +2,7 @@
 
 A story says who has what among sentences that do not matter, then asks about some of the people:
 
-    A bell rang. Will has a grey kite. Ben has a brown sled. What does Will have? A grey kite.
+    @@EXAMPLE@@
 
 Only a model that ties each thing to its owner and looks it up can answer: the paper's multi-needle
 retrieval in plain words. Every choice is uniform and can be read off the text again, so that -log p
@@ -12,44 +12,41 @@ Standard library only; `random.Random(seed).random()` is the one sequence that P
 
 import math
 import random
+import re
 from dataclasses import dataclass
 
-NAMES = (
-    "Ann Ben Cleo Dan Eva Finn Gus Hana Ivo Joy Kai Lea Max Nora Otto Pia Quin Rosa Sam Tess Uma Vera Will Yara".split()
-)
-COLOURS = "red blue green black white brown pink grey".split()
-THINGS = "kite drum boat lamp book ring coin doll fork sled vase hat".split()
+# Within a list, no two words begin with the same letter: a model that spells knows the word by its first.
+NAMES = "Ann Ben Cal Dan Eva Fay Gus Hal".split()
+COLOURS = "red blue green white pink yellow silver tan".split()
+THINGS = "kite drum boat lamp ring fork vase hat coin sled map jug".split()
 SCENES = """The wind was cold.|It was late.|A bell rang.|Rain fell on the roof.
 The road was long.|A dog barked.|Snow lay deep.|The door was open.""".replace("\n", "|").split("|")
-FACT, SAW, QUESTION = "{} has a {} {}.", "{} saw a {} {}.", "What does {} have? A {} {}."
+FACT = "{}: {} {}."
+SIGHTING = "{} saw a {} {}."
+QUESTION = "{}? {} {}."
 
-FACT_PATTERN = r"(\w+) has a (\w+ \w+)\."
-QUESTION_PATTERN = r"What does (\w+) have\? A (\w+ \w+)\."
-ANSWER = r"\? A ([^.]*)\."  # group 1 is what an answer is scored on
-ALPHABET = "\n" + "".join([*NAMES, *COLOURS, *THINGS, *SCENES, FACT, SAW, QUESTION]).replace("{}", "")
+ANSWER = r"\? ([^.]*)\."  # group 1 is what an answer is scored on
+VALUE = re.compile(rf"\b({'|'.join(COLOURS)}) ({'|'.join(THINGS)})\b")
+ALPHABET = "\n" + "".join([*NAMES, *COLOURS, *THINGS, *SCENES, FACT, SIGHTING, QUESTION]).replace("{}", "")
 
 
 @dataclass(frozen=True)
 class Difficulty:
     """What a story holds. All counts are exact, not averages."""
 
-    people: int = 2  # each with a thing of their own
-    scenes: int = 1  # sentences about nothing
-    sightings: int = 0  # sentences in which somebody saw a thing, which the questions are not about
-    questions: int = 2  # each about another person
-    train_stories: int = 40000
+    people: int = 4  # each with a thing of their own
+    distractors: int = 1  # sentences about nothing
+    sightings: int = 0  # sentences in which somebody saw a thing, which is no answer
+    restatements: int = 0  # facts said a second time, after all of them were said
+    questions: int = 4  # each about one of the people, drawn anew
+    train_stories: int = 60000
     val_stories: int = 1000
 
     def check(self):
         """Raises ValueError with one sentence: the field, its value, the nearest legal value."""
-        most = min(len(NAMES), len(THINGS))
-        for name, low, high in (
-            ("people", 1, most),
-            ("scenes", 0, 99),
-            ("sightings", 0, 99),
-            ("questions", 1, self.people),
-        ):
-            value = getattr(self, name)
+        highest = {"people": min(len(NAMES), len(THINGS))}
+        for name in ("people", "distractors", "sightings", "restatements", "questions"):
+            value, low, high = getattr(self, name), int(name in ("people", "questions")), highest.get(name, 99)
             if not low <= value <= high:
                 raise ValueError(f"{name}={value} must be from {low} to {high}: use {min(max(value, low), high)}")
 
@@ -57,12 +54,12 @@ class Difficulty:
 class Teller:
     """Draws the choices of one story and adds up their -log p."""
 
-    def __init__(self, random):
-        self.random, self.nats = random, 0.0
+    def __init__(self, uniform):
+        self.uniform, self.nats = uniform, 0.0
 
     def choose(self, options):
         self.nats += math.log(len(options))
-        return options[int(self.random() * len(options))]
+        return options[int(self.uniform() * len(options))]
 
     def take(self, options):
         """Chooses, and leaves the choice out from now on."""
@@ -75,40 +72,57 @@ def generate(difficulty, seed, count):
     d, uniform = difficulty, random.Random(seed).random
     for _ in range(count):
         t = Teller(uniform)
-        names, colours, things = list(NAMES), list(COLOURS), list(THINGS)
-        facts = [(t.take(names), t.choose(colours), t.take(things)) for _ in range(d.people)]
-        told = iter(facts)
-        sentences = []
-        kinds = ["fact"] * d.people + ["scene"] * d.scenes + ["sighting"] * d.sightings
+        names, things = list(NAMES), list(THINGS)
+        facts = [(t.take(names), t.choose(COLOURS), t.take(things)) for _ in range(d.people)]
+        untold, sentences = iter(facts), []
+        kinds = ["fact"] * d.people + ["distractor"] * d.distractors + ["sighting"] * d.sightings
         while kinds:
-            kind = kinds.pop(int(uniform() * len(kinds)))
-            # p is the share of this kind among what is left, over which of its like it was
-            t.nats += math.log((len(kinds) + 1) / (kinds.count(kind) + 1))
+            kind = kinds[int(uniform() * len(kinds))]
+            t.nats += math.log(len(kinds) / kinds.count(kind))  # not all of `choose`: which of its like is no choice
+            kinds.remove(kind)
             if kind == "fact":
-                sentences.append(FACT.format(*next(told)))
-            elif kind == "scene":
+                sentences.append(FACT.format(*next(untold)))
+            elif kind == "distractor":
                 sentences.append(t.choose(SCENES))
             else:
-                sentences.append(SAW.format(t.choose(NAMES), t.choose(COLOURS), t.choose(THINGS)))
-        left = list(facts)
-        sentences += [QUESTION.format(*t.take(left)) for _ in range(d.questions)]
+                sentences.append(SIGHTING.format(t.choose(NAMES), t.choose(COLOURS), t.choose(THINGS)))
+        sentences += [FACT.format(*t.choose(facts)) for _ in range(d.restatements)]
+        sentences += [QUESTION.format(*t.choose(facts)) for _ in range(d.questions)]
         yield " ".join(sentences) + "\n", t.nats
 
 
 def expected(difficulty):
-    """(nats, characters) of a story on average, exactly: each choice is uniform over its list, taken from it or not."""
+    """(nats, characters) of a story on average, exactly."""
     d = difficulty
-    take = lambda n, k: sum(math.log(n - i) for i in range(k))  # noqa: E731
-    mean = lambda words: sum(map(len, words)) / len(words)  # noqa: E731
-    name, colour, thing = mean(NAMES), mean(COLOURS), mean(THINGS)
-    blank = lambda template: len(template) - 2 * template.count("{}")  # noqa: E731
-    sentences = d.people + d.scenes + d.sightings
-    nats = take(len(NAMES), d.people) + d.people * math.log(len(COLOURS)) + take(len(THINGS), d.people)
-    nats += math.log(math.factorial(sentences) / math.prod(map(math.factorial, (d.people, d.scenes, d.sightings))))
-    nats += d.scenes * math.log(len(SCENES))
-    nats += d.sightings * (math.log(len(NAMES)) + math.log(len(COLOURS)) + math.log(len(THINGS)))
-    nats += take(d.people, d.questions)
-    fact = name + colour + thing
-    length = d.people * (fact + blank(FACT)) + d.sightings * (fact + blank(SAW)) + d.scenes * mean(SCENES)
-    length += d.questions * (fact + blank(QUESTION)) + sentences + d.questions  # spaces, and the newline
-    return nats, length
+    kinds = (d.people, d.distractors, d.sightings)
+    retold = d.restatements + d.questions
+    nats = math.log(math.perm(len(NAMES), d.people) * math.perm(len(THINGS), d.people) * len(COLOURS) ** d.people)
+    nats += math.log(math.factorial(sum(kinds)) / math.prod(map(math.factorial, kinds)))  # the order of the kinds
+    nats += d.distractors * math.log(len(SCENES)) + retold * math.log(d.people)
+    nats += d.sightings * math.log(len(NAMES) * len(COLOURS) * len(THINGS))
+
+    # A word is uniform over its list however it was drawn, so lengths add up by their means.
+    fact, sighting, question = (
+        len(template.replace("{}", "")) + sum(sum(map(len, words)) / len(words) for words in (NAMES, COLOURS, THINGS))
+        for template in (FACT, SIGHTING, QUESTION)
+    )
+    scene = sum(map(len, SCENES)) / len(SCENES)
+    length = (d.people + d.restatements) * fact + d.sightings * sighting + d.distractors * scene + d.questions * question
+    return nats, length + sum(kinds) + retold  # and after each sentence a space or the newline
+
+
+def guesses(texts):
+    """How often answers are right that look nothing up, over the questions of some stories: {guess: share}.
+
+    "any": one of the things mentioned so far, at random. "last": the one mentioned last. "most frequent": the one
+    mentioned most often, the latest of several. The text before a question includes the answers before it.
+    """
+    right, asked = dict.fromkeys(("any", "last", "most frequent"), 0.0), 0
+    for text in texts:
+        for answer in re.finditer(ANSWER, text):
+            said = [" ".join(value) for value in VALUE.findall(text[: answer.start()])]
+            asked += 1
+            right["any"] += (answer[1] in said) / len(set(said))
+            right["last"] += answer[1] == said[-1]
+            right["most frequent"] += answer[1] == max(reversed(said), key=said.count)
+    return {guess: n / max(1, asked) for guess, n in right.items()}

@@ -113,7 +113,7 @@ def test_unusable_settings(tmp_path):
     for how, part in (
         (dict(name="nope.txt"), "nope.txt"),
         (dict(name="stories", tokenizer="bpe"), "--tokenizer=char"),
-        (dict(name="stories", difficulty=Difficulty(people=2, questions=3)), "questions=3 must be from 1 to 2: use 2"),
+        (dict(name="stories", difficulty=Difficulty(people=20)), "people=20 must be from 1 to 8: use 8"),
     ):
         with pytest.raises(ValueError, match=re.escape(part)):
             data.load(**how)
@@ -171,15 +171,16 @@ def test_stories_are_the_same_bytes_everywhere():
 
 
 STORIES_SHA256 = "?"
-HARD = Difficulty(people=5, scenes=3, sightings=2, questions=3)
+HARD = Difficulty(people=5, distractors=3, sightings=2, restatements=2, questions=3)
 
 
-@pytest.mark.parametrize("difficulty", [Difficulty(), HARD, Difficulty(people=1, scenes=0, questions=1)])
+@pytest.mark.parametrize("difficulty", [Difficulty(), HARD, Difficulty(people=1, distractors=0, questions=1)])
 def test_answers_are_in_the_text_and_only_there(difficulty):
     for story, _ in stories.generate(difficulty, 3, 200):
-        facts = dict(re.findall(stories.FACT_PATTERN, story))
-        asked = re.findall(stories.QUESTION_PATTERN, story)
-        assert len(facts) == difficulty.people and len(asked) == len(set(asked)) == difficulty.questions
+        told = re.findall(r"(\w+): (\w+ \w+)\.", story)
+        facts, asked = dict(told), re.findall(r"(\w+)\? (\w+ \w+)\.", story)
+        assert len(facts) == len(set(told)) == difficulty.people and len(told) - len(facts) == difficulty.restatements
+        assert len(asked) == difficulty.questions and story.count("saw") == difficulty.sightings
         assert all(facts[name] == thing for name, thing in asked)
         assert [m[1] for m in re.finditer(stories.ANSWER, story)] == [thing for _, thing in asked]
 
@@ -200,7 +201,7 @@ def test_probabilities_are_frequencies():
         for name, words in (("NAMES", ["Ann", "Ben", "Cal"]), ("COLOURS", ["red", "tan"]), ("THINGS", ["map", "jug"])):
             patch.setattr(stories, name, words)
         patch.setattr(stories, "SCENES", ["It was late."])
-        told = list(stories.generate(Difficulty(people=2, scenes=1, sightings=0, questions=1), 1, 40000))
+        told = list(stories.generate(Difficulty(people=2, distractors=1, restatements=1, questions=1), 1, 40000))
     counts, p = Counter(text for text, _ in told), {text: math.exp(-nats) for text, nats in told}
     assert sum(p.values()) == pytest.approx(1)  # all there are, each with a probability of its own
     assert all(abs(n - 40000 * p[t]) < 5 * math.sqrt(40000 * p[t]) for t, n in counts.items())
@@ -223,6 +224,13 @@ def test_story_windows(tmp_path):
     assert dataset.val_entropy(20) == pytest.approx(sum(n for _, n in told) / sum(len(t) for t, _ in told))
     with pytest.raises(ValueError, match=f"--block_size={width}"):
         dataset.val_windows(20, width - 1)
+
+
+def test_guesses():
+    texts = ["Ann: red kite. Ben: tan map. Ben? tan map. Ann? red kite.\n", "Ann: red kite. Ann: red kite. Ann? red kite.\n"]
+    assert stories.guesses(texts) == {"any": 2 / 3, "last": 2 / 3, "most frequent": 2 / 3}
+    told = [text for text, _ in stories.generate(Difficulty(people=4), 1, 500)]
+    assert stories.guesses(told)["any"] == pytest.approx(1 / 4)
 
 
 def test_training_and_validation_stories_differ():

@@ -384,7 +384,7 @@ def test_a_loss_that_is_no_number_stops_the_run(weight, tiny, monkeypatch):
         (dict(preset="huge"), ["'huge'", "laptop"]),
         (dict(tokenizer="word"), ["'word'", "bpe"]),
         (dict(n_head=3), ["n_head=3", "use 4"]),
-        (dict(questions=9), ["questions=9"]),
+        (dict(people=9), ["people=9", "use 8"]),
         (dict(device="cuda:9" if torch.cuda.is_available() else "cuda"), ["device='cuda"]),
         (dict(device="tpu"), ["device='tpu'", "cpu"]),
         (dict(dataset="nope.txt"), ["nope.txt", "stories"]),
