@@ -14,10 +14,10 @@ class TrainConfig:
     # the model; see GPTConfig
     attention: str = "diff"  # standard, diff (the paper) or diff_v2
     n_layer: int = 4
-    n_head: int = 4  # query heads of the standard kind
+    n_head: int = 2  # query heads of the standard kind
     n_kv_head: int = 0  # key heads; 0 means n_head
-    n_embd: int = 128  # channels
-    block_size: int = 256  # tokens a window
+    n_embd: int = 64  # channels
+    block_size: int = 224  # tokens a window
     dropout: float = 0.0
     init_std: float = GPTConfig.init_std  # of every matrix at the start
     rope_theta: float = GPTConfig.rope_theta
@@ -34,12 +34,12 @@ class TrainConfig:
     questions: int = Difficulty.questions  # stories: questions at the end
 
     # the optimiser
-    max_iters: int = 2000  # updates
-    batch_size: int = 16  # windows a micro-batch
+    max_iters: int = 6000  # updates
+    batch_size: int = 8  # windows a micro-batch
     gradient_accumulation_steps: int = 1  # micro-batches an update
-    learning_rate: float = 2e-3  # at its highest
+    learning_rate: float = 1.5e-3  # at its highest
     min_lr: float = 0.0  # at the end
-    warmup_iters: int = 100  # updates
+    warmup_iters: int = 50  # updates
     lr_decay_iters: int = 0  # updates until min_lr; 0 means max_iters
     lr_schedule: str = "linear"  # linear or cosine
     weight_decay: float = 0.1  # of matrices; norm gains and lambda vectors have none
@@ -49,7 +49,7 @@ class TrainConfig:
 
     # the run
     out_dir: str = ""  # the run's folder; empty means a new one, runs/DATASET-ATTENTION
-    eval_interval: int = 250  # updates
+    eval_interval: int = 500  # updates
     eval_windows: int = 200  # validation windows (stories: whole stories)
     log_interval: int = 10  # updates
     seed: int = 0  # initial weights and dropout
@@ -90,10 +90,19 @@ class TrainConfig:
 AT_LEAST_1 = "batch_size gradient_accumulation_steps eval_interval eval_windows log_interval".split()
 AT_LEAST_0 = "max_iters learning_rate min_lr warmup_iters lr_decay_iters weight_decay grad_clip seed data_seed".split()
 PRESETS = {
-    "laptop": {},
-    "long": dict(),
-    "gpu": dict(),
-}
+    "laptop": {},  # the defaults
+    # the size and the steps of nanoGPT's recipe for a CPU, with enough heads for `diff` to have four
+    "shakespeare": dict(
+        dataset="shakespeare", n_layer=4, n_head=8, n_embd=128, block_size=64, batch_size=12, max_iters=2000,
+        learning_rate=2e-3, min_lr=2e-4, lr_schedule="cosine", warmup_iters=100, eval_windows=400,
+    ),
+    # the size of nanoGPT's recipe for one GPU; not tried here
+    "gpu": dict(
+        dataset="shakespeare", n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=64, max_iters=5000,
+        dropout=0.2, init_std=0.05, learning_rate=1e-3, min_lr=1e-4, lr_schedule="cosine", warmup_iters=100,
+        eval_windows=400,
+    ),
+}  # fmt: skip
 CHOICES = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "compile": ("auto", "on", "off"),

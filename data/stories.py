@@ -21,11 +21,11 @@ COLOURS = "red blue green white pink yellow silver tan".split()
 THINGS = "kite drum boat lamp ring fork vase hat coin sled map jug".split()
 SCENES = """The wind was cold.|It was late.|A bell rang.|Rain fell on the roof.
 The road was long.|A dog barked.|Snow lay deep.|The door was open.""".replace("\n", "|").split("|")
-FACT = "{}: {} {}."
+FACT = "{} has a {} {}."
 SIGHTING = "{} saw a {} {}."
-QUESTION = "{}? {} {}."
+QUESTION = "{}? A {} {}."
 
-ANSWER = r"\? ([^.]*)\."  # group 1 is what an answer is scored on
+ANSWER = r"\? A ([^.]*)\."  # group 1 is what an answer is scored on
 VALUE = re.compile(rf"\b({'|'.join(COLOURS)}) ({'|'.join(THINGS)})\b")
 ALPHABET = "\n" + "".join([*NAMES, *COLOURS, *THINGS, *SCENES, FACT, SIGHTING, QUESTION]).replace("{}", "")
 
@@ -35,7 +35,7 @@ class Difficulty:
     """What a story holds. All counts are exact, not averages."""
 
     people: int = 4  # each with a thing of their own
-    distractors: int = 1  # sentences about nothing
+    distractors: int = 2  # sentences about nothing
     sightings: int = 0  # sentences in which somebody saw a thing, which is no answer
     restatements: int = 0  # facts said a second time, after all of them were said
     questions: int = 4  # each about one of the people, drawn anew
@@ -107,7 +107,9 @@ def expected(difficulty):
         for template in (FACT, SIGHTING, QUESTION)
     )
     scene = sum(map(len, SCENES)) / len(SCENES)
-    length = (d.people + d.restatements) * fact + d.sightings * sighting + d.distractors * scene + d.questions * question
+    length = (
+        (d.people + d.restatements) * fact + d.sightings * sighting + d.distractors * scene + d.questions * question
+    )
     return nats, length + sum(kinds) + retold  # and after each sentence a space or the newline
 
 

@@ -12,17 +12,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import experiments
-from config import TrainConfig
+from config import PRESETS, TrainConfig
 from experiments import mean_sd, paired, print_table, trained
 from model import ATTENTIONS
-
-# Four layers, 128 wide, windows of 64 characters: the size and the steps of nanoGPT's recipe for a CPU.
-RECIPES = {
-    "shakespeare": dict(
-        n_layer=4, n_head=8, n_embd=128, block_size=64, batch_size=12, max_iters=2000, learning_rate=2e-3,
-        warmup_iters=100, lr_schedule="cosine", min_lr=1e-4, eval_interval=250, eval_windows=400,
-    ),
-}  # fmt: skip
 
 
 @dataclass
@@ -102,7 +94,7 @@ def main():
 
     try:
         first = tyro.cli(CompareConfig, description=__doc__)
-        default = replace(CompareConfig(), train=replace(TrainConfig(), **RECIPES.get(first.dataset, {})))
+        default = replace(CompareConfig(), train=replace(TrainConfig(), **PRESETS.get(first.dataset, {})))
         cfg = tyro.cli(CompareConfig, default=default, description=__doc__)
         numbers = compare(cfg)
     except (ValueError, OSError, FloatingPointError) as error:

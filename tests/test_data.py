@@ -170,15 +170,15 @@ def test_stories_are_the_same_bytes_everywhere():
     assert hashlib.sha256(text.encode()).hexdigest() == STORIES_SHA256
 
 
-STORIES_SHA256 = "?"
+STORIES_SHA256 = "e9a70e012a603845c97f3e5642e39df259331cc95cf8662647f3656d5ee0da82"
 HARD = Difficulty(people=5, distractors=3, sightings=2, restatements=2, questions=3)
 
 
 @pytest.mark.parametrize("difficulty", [Difficulty(), HARD, Difficulty(people=1, distractors=0, questions=1)])
 def test_answers_are_in_the_text_and_only_there(difficulty):
     for story, _ in stories.generate(difficulty, 3, 200):
-        told = re.findall(r"(\w+): (\w+ \w+)\.", story)
-        facts, asked = dict(told), re.findall(r"(\w+)\? (\w+ \w+)\.", story)
+        told = re.findall(r"(\w+) has a (\w+ \w+)\.", story)
+        facts, asked = dict(told), re.findall(r"(\w+)\? A (\w+ \w+)\.", story)
         assert len(facts) == len(set(told)) == difficulty.people and len(told) - len(facts) == difficulty.restatements
         assert len(asked) == difficulty.questions and story.count("saw") == difficulty.sightings
         assert all(facts[name] == thing for name, thing in asked)
@@ -227,7 +227,10 @@ def test_story_windows(tmp_path):
 
 
 def test_guesses():
-    texts = ["Ann: red kite. Ben: tan map. Ben? tan map. Ann? red kite.\n", "Ann: red kite. Ann: red kite. Ann? red kite.\n"]
+    texts = [
+        "Ann: red kite. Ben: tan map. Ben? tan map. Ann? red kite.\n",
+        "Ann: red kite. Ann: red kite. Ann? red kite.\n",
+    ]
     assert stories.guesses(texts) == {"any": 2 / 3, "last": 2 / 3, "most frequent": 2 / 3}
     told = [text for text, _ in stories.generate(Difficulty(people=4), 1, 500)]
     assert stories.guesses(told)["any"] == pytest.approx(1 / 4)
