@@ -7,6 +7,11 @@ from data.stories import Difficulty
 from model import ATTENTIONS, GPTConfig
 
 
+def need(ok, sentence):
+    if not ok:
+        raise ValueError(sentence)
+
+
 @dataclass
 class TrainConfig:
     """A run. The defaults are the quick start: minutes on a laptop's CPU."""
@@ -60,7 +65,7 @@ class TrainConfig:
     resume: bool = False  # go on with the run in out_dir
     init_from: str = ""  # start from the best weights of this run
     eval_only: bool = False  # evaluate the run in out_dir, train nothing
-    preset: str = "laptop"  # a key of PRESETS: other defaults for all of the above
+    preset: str = "laptop"  # laptop, shakespeare or gpu: other defaults for all of the above
 
     def model_config(self, vocab_size=GPTConfig.vocab_size):
         own = {f.name: getattr(self, f.name) for f in fields(GPTConfig) if f.name != "vocab_size"}
@@ -71,24 +76,23 @@ class TrainConfig:
 
     def check(self):
         """Raises ValueError with one sentence: the field, its value, the nearest legal value."""
-        for name, lowest in dict.fromkeys(AT_LEAST_1, 1).items() | dict.fromkeys(AT_LEAST_0, 0).items():
-            value = getattr(self, name)
-            if not lowest <= value < math.inf:  # also refuses nan
-                raise ValueError(f"{name}={value} must be a number of at least {lowest}")
-        if not self.learning_rate > 0:
-            raise ValueError(f"learning_rate={self.learning_rate} must be greater than 0")
+        for lowest, names in AT_LEAST.items():
+            for name in names.split():
+                value = getattr(self, name)
+                need(lowest <= value < math.inf, f"{name}={value} must be a number of at least {lowest}")
+        need(self.learning_rate > 0, f"learning_rate={self.learning_rate} must be greater than 0")
         for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 0 and less than 1")
+            need(0 <= getattr(self, name) < 1, f"{name}={getattr(self, name)} must be at least 0 and less than 1")
         for name, legal in CHOICES.items():
-            if getattr(self, name) not in legal:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(legal)}")
+            need(getattr(self, name) in legal, f"{name}={getattr(self, name)!r} must be one of {', '.join(legal)}")
         check_model(self.model_config())
         self.difficulty().check()
 
 
-AT_LEAST_1 = "batch_size gradient_accumulation_steps eval_interval eval_windows log_interval".split()
-AT_LEAST_0 = "max_iters learning_rate min_lr warmup_iters lr_decay_iters weight_decay grad_clip seed data_seed".split()
+AT_LEAST = {
+    1: "batch_size gradient_accumulation_steps eval_interval eval_windows log_interval",
+    0: "max_iters learning_rate min_lr warmup_iters lr_decay_iters weight_decay grad_clip seed data_seed",
+}
 PRESETS = {
     "laptop": {},  # the defaults
     # the size and the steps of nanoGPT's recipe for a CPU, with enough heads for `diff` to have four
@@ -112,11 +116,6 @@ CHOICES = {
 }
 # What may differ when a run is resumed: the rest would make it another run.
 MAY_CHANGE = "max_iters out_dir eval_interval log_interval device compile resume init_from eval_only preset".split()
-
-
-def need(ok, sentence):
-    if not ok:
-        raise ValueError(sentence)
 
 
 def check_model(cfg):

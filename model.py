@@ -179,11 +179,12 @@ class Attention(nn.Module):
 
     def qkv(self, x, rope, cache):
         """(B, T, C) -> queries (B, heads, T, D), keys (B, heads, S, D), values (B, heads, S, E), q and k rotated."""
-        q, k, v = (
-            proj(x).unflatten(2, (-1, width)).transpose(1, 2)
-            for proj, width in ((self.q_proj, self.D), (self.k_proj, self.D), (self.v_proj, self.value_factor * self.D))
-        )
-        q, k = rotate(q, rope), rotate(k, rope)
+
+        def heads(proj, width):
+            return proj(x).unflatten(2, (-1, width)).transpose(1, 2)
+
+        q, k = rotate(heads(self.q_proj, self.D), rope), rotate(heads(self.k_proj, self.D), rope)
+        v = heads(self.v_proj, self.value_factor * self.D)
         return (q, k, v) if cache is None else (q, *cache.append(k, v))
 
     def operands(self, x, rope, cache=None):

@@ -29,7 +29,10 @@ from config import MAY_CHANGE, PRESETS, TrainConfig
 from model import GPT
 
 # Dense bfloat16 peak of known GPUs in FLOP/s, from their data sheets: without one, no MFU is reported.
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L4": 121e12, "RTX 4090": 165e12, "RTX 3090": 71e12}
+PEAK_FLOPS = {
+    "NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100-SXM4-40GB": 312e12, "NVIDIA L4": 121e12, "NVIDIA GeForce RTX 4090": 165e12, "NVIDIA GeForce RTX 3090": 71e12,
+}  # fmt: skip
 
 # ---------------------------------------------------------------------------------------------
 # Parts
@@ -180,7 +183,7 @@ def train(cfg):
     with torch.device("meta"):
         standard = GPT(replace(model_cfg, attention="standard")).num_params()
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    peak = next((flop for name, flop in PEAK_FLOPS.items() if name in gpu), None)
+    peak = PEAK_FLOPS.get(gpu)
     print(f"{cfg.attention} attention, {params:,} parameters (standard: {standard:,}), {flops / 1e6:.1f} MFLOP a token")
     print(f"{gpu or device.type}, {dtype}, fused attention{', compiled' if compiled else ''}")
     if cfg.eval_only:
