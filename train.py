@@ -31,7 +31,8 @@ from model import GPT
 # Dense bfloat16 peak of known GPUs in FLOP/s, from their data sheets: without one, no MFU is reported.
 PEAK_FLOPS = {
     "NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA A100-SXM4-40GB": 312e12, "NVIDIA L4": 121e12, "NVIDIA GeForce RTX 4090": 165e12, "NVIDIA GeForce RTX 3090": 71e12,
+    "NVIDIA A100-SXM4-40GB": 312e12, "NVIDIA L4": 121e12, "NVIDIA GeForce RTX 4090": 165e12,
+    "NVIDIA GeForce RTX 3090": 71e12,
 }  # fmt: skip
 
 # ---------------------------------------------------------------------------------------------
