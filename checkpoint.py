@@ -12,6 +12,7 @@ and renamed when it is whole, so that a kill at any moment leaves the previous o
 
 import json
 import os
+import subprocess
 from pathlib import Path
 
 import torch
@@ -51,18 +52,6 @@ def find(run, prefer=("best.pt", "ckpt.pt")):
     """The path of a run's checkpoint, the first of `prefer` that exists."""
     paths = [Path(run) / name for name in prefer]
     return next((path for path in paths if path.is_file()), paths[0])
-
-
-def pick_device(name="auto"):
-    """The torch device of that name; "auto" is the first of cuda, mps and cpu that this machine has.
-
-    Raises ValueError with one sentence if it has none of that name.
-    """
-    here = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    kind = next(k for k, there in here.items() if there) if name == "auto" else name.split(":")[0]
-    if not here.get(kind):
-        raise ValueError(f"device={name!r} is not on this machine: use auto or {', '.join(k for k in here if here[k])}")
-    return torch.device(kind if name == "auto" else name)
 
 
 def load_model(state, device="cpu"):
@@ -125,3 +114,12 @@ def read_log(run):
         except ValueError:
             break
     return lines
+
+
+def commit():
+    """The commit of this code, or None where that cannot be known."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None

@@ -65,7 +65,7 @@ class TrainConfig:
     resume: bool = False  # go on with the run in out_dir
     init_from: str = ""  # start from the best weights of this run
     eval_only: bool = False  # evaluate the run in out_dir, train nothing
-    preset: str = "laptop"  # laptop, shakespeare or gpu: other defaults for all of the above
+    preset: str = "laptop"  # laptop, long, shakespeare or gpu: other defaults for all of the above
 
     def model_config(self, vocab_size=GPTConfig.vocab_size):
         own = {f.name: getattr(self, f.name) for f in fields(GPTConfig) if f.name != "vocab_size"}
@@ -95,6 +95,8 @@ AT_LEAST = {
 }
 PRESETS = {
     "laptop": {},  # the defaults
+    # harder stories, about half an hour; not run to its end here
+    "long": dict(people=6, questions=6, distractors=3, sightings=2, block_size=384, max_iters=20000),
     # the size and the steps of nanoGPT's recipe for a CPU, with enough heads for `diff` to have four
     "shakespeare": dict(
         dataset="shakespeare", n_layer=4, n_head=8, n_embd=128, block_size=64, batch_size=12, max_iters=2000,

@@ -18,6 +18,7 @@ import torch
 
 import checkpoint
 from data import tokenizers
+from device import pick_device
 
 
 @dataclass
@@ -80,7 +81,7 @@ def sample(cfg):
     run = cfg.out_dir or checkpoint.newest_run()
     path = checkpoint.find(run, ("ckpt.pt",) if cfg.latest else ("best.pt", "ckpt.pt"))
     state = checkpoint.load(path)
-    device = checkpoint.pick_device(cfg.device)
+    device = pick_device(cfg.device)
     model, tokenizer = checkpoint.load_model(state, device), tokenizers.from_dict(state["tokenizer"])
     prompt = read_prompt(cfg.start)
     ids = encode_prompt(tokenizer, prompt).to(device)

@@ -11,7 +11,6 @@ the step alone, so two runs that differ in the model see the same text in the sa
 
 import math
 import signal
-import subprocess
 import sys
 import time
 from contextlib import nullcontext
@@ -26,24 +25,11 @@ from tqdm import tqdm
 import checkpoint
 import data
 from config import MAY_CHANGE, PRESETS, TrainConfig
+from device import PEAK_FLOPS, pick_device, precision
 from model import GPT
-
-# Dense bfloat16 peak of known GPUs in FLOP/s, from their data sheets: without one, no MFU is reported.
-PEAK_FLOPS = {
-    "NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA A100-SXM4-40GB": 312e12, "NVIDIA L4": 121e12, "NVIDIA GeForce RTX 4090": 165e12,
-    "NVIDIA GeForce RTX 3090": 71e12,
-}  # fmt: skip
 
 # ---------------------------------------------------------------------------------------------
 # Parts
-
-
-def precision(device_type, dtype, bf16_supported=False):
-    """(dtype name, autocast or not, gradient scaler or not) for a kind of device; auto is bfloat16 on a GPU with it."""
-    if dtype == "auto":
-        dtype = {"cuda": "bfloat16" if bf16_supported else "float16"}.get(device_type, "float32")
-    return dtype, dtype != "float32", dtype == "float16" and device_type == "cuda"
 
 
 def learning_rate(step, cfg):
@@ -105,15 +91,6 @@ class StopOnSignal:
             signal.signal(s, handler)
 
 
-def commit():
-    """The commit of this code, or None where that cannot be known."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
 # ---------------------------------------------------------------------------------------------
 # The run
 
@@ -158,7 +135,7 @@ def train(cfg):
     is no longer a number.
     """
     cfg.check()
-    device = checkpoint.pick_device(cfg.device)
+    device = pick_device(cfg.device)
     bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
     dtype, use_autocast, use_scaler = precision(device.type, cfg.dtype, bf16)
     autocast = torch.autocast(device.type, getattr(torch, dtype)) if use_autocast else nullcontext()
@@ -203,7 +180,7 @@ def train(cfg):
         log.append(
             torch=torch.__version__, numpy=np.__version__, python=sys.version.split()[0], device=gpu or device.type,
             threads=torch.get_num_threads(), params=params, params_standard=standard, flops_per_token=flops,
-            entropy=entropy, commit=commit(),
+            entropy=entropy, commit=checkpoint.commit(),
         )  # fmt: skip
 
     def keep(name, **more):

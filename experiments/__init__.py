@@ -29,7 +29,7 @@ T_975 = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262]
 
 def trained(cfg):
     """train(cfg) in a folder named by its settings: done once, gone on with if it was interrupted, then remembered."""
-    from train import commit, train
+    from train import train
 
     settings = asdict(replace(cfg, **PLACE))
     name = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
@@ -39,7 +39,7 @@ def trained(cfg):
         result = train(replace(cfg, out_dir=str(run), resume=(run / "ckpt.pt").exists()))
         if "interrupted" in result:
             sys.exit(128 + result["interrupted"])
-        done.write_text(json.dumps({**result, "commit": commit()}))
+        done.write_text(json.dumps({**result, "commit": checkpoint.commit()}))
     return json.loads(done.read_text())
 
 
@@ -66,13 +66,11 @@ def print_table(rows):
 
 def save(name, numbers):
     """results/NAME.json: the numbers, and what they were measured with."""
-    from train import commit
-
     RESULTS.mkdir(exist_ok=True)
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
     made_with = {
         "device": machine, "threads": torch.get_num_threads(), "torch": torch.__version__, "numpy": numpy.__version__,
-        "python": platform.python_version(), "commit": commit(),
+        "python": platform.python_version(), "commit": checkpoint.commit(),
     }  # fmt: skip
     text = json.dumps({"made_with": made_with, **numbers}, indent=1)
     checkpoint.write(RESULTS / f"{name}.json", lambda file: file.write(text.encode() + b"\n"))

@@ -20,8 +20,9 @@ import checkpoint
 import data
 import train as training
 from config import CHOICES, PRESETS, TrainConfig
+from device import precision
 from model import ATTENTIONS, GPT
-from train import evaluate, learning_rate, make_optimizer, precision, train
+from train import evaluate, learning_rate, make_optimizer, train
 
 ROOT = Path(__file__).parent.parent
 KINDS = list(ATTENTIONS)
