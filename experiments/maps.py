@@ -1,9 +1,10 @@
 """Where does a trained model look? The two maps of one head and their difference, as a picture.
 
-    python -m experiments.maps                                  # the newest run, a story of its own
-    python -m experiments.maps --out_dir=runs/stories-diff --prompt="Ann has a red kite. Ann? A red kite."
+    python -m experiments.maps                                  # the newest run, a question about a story
+    python -m experiments.maps --out_dir=runs/my-diff --prompt="A text of mine, up to where it gets interesting"
 
-Rows are the tokens that look, columns the tokens looked at; blue is positive weight, red negative.
+Rows are the tokens that look, columns the tokens looked at; blue is positive weight, red negative. The last row is
+where the model stands when it is about to say what comes after the prompt.
 """
 
 from dataclasses import dataclass
@@ -12,15 +13,15 @@ import numpy as np
 
 import checkpoint
 import experiments
-from data import stories, tokenizers
+from data import tokenizers
 from sample import encode_prompt
 
 
 @dataclass
 class MapsConfig:
     out_dir: str = ""  # the run's folder; empty means the newest
-    prompt: str = ""  # the text to look at; empty means a story
-    layer: int = -1  # counted from 0; -1 picks the layer and head that look back most sharply at the end
+    prompt: str = "Ann has a red kite. Ben has a tan map. Fay has a green hat. Dan has a blue sled. Ben? A "
+    layer: int = -1  # counted from 0; -1 picks the layer and head that look back most sharply from the last token
     head: int = 0  # counted from 0
     name: str = "maps"  # of the files in results/
 
@@ -31,8 +32,8 @@ def maps_of(model, tokenizer, prompt, layer=-1, head=0):
     maps = model.attention_maps(ids)
     weights = [A1[0] if A2 is None else (A1 - lam[..., None] * A2)[0] for A1, A2, lam in maps]  # (heads, T, T)
     if layer == -1:
-        # the last tokens' strongest weight on anything but themselves, their neighbours and the first token
-        far = [w[:, -3:, 1:-8].amax(dim=(1, 2)) for w in weights]
+        # the last token's strongest weight, but for its neighbours and the first token
+        far = [w[:, -1, 1:-8].amax(dim=1) for w in weights]
         layer = max(range(len(far)), key=lambda i: far[i].max())
         head = int(far[layer].argmax())
     if not (0 <= layer < len(maps) and 0 <= head < len(weights[0])):
@@ -53,17 +54,24 @@ def picture(numbers, path):
     import matplotlib.pyplot as plt
 
     tokens = [{" ": "␣", "\n": "⏎"}.get(token, token) for token in numbers["tokens"]]
-    figure, axes = plt.subplots(
-        1, len(numbers["maps"]), figsize=(4.4 * len(numbers["maps"]), 4.6), layout="constrained"
-    )
+    figure, axes = plt.subplots(1, len(numbers["maps"]), figsize=(5 * len(numbers["maps"]), 5.4), layout="constrained")
     for ax, (title, A) in zip(np.atleast_1d(axes), numbers["maps"].items()):
         A = np.array(A)
-        image = ax.imshow(A, cmap="RdBu", vmin=-np.abs(A).max(), vmax=np.abs(A).max())
-        ax.set_title(f"{title}   ({(A < 0).sum() / np.tril(np.ones_like(A)).sum():.0%} of weights negative)")
-        ax.set_xticks(range(len(tokens)), tokens, fontsize=4, family="monospace")
-        ax.set_yticks(range(len(tokens)), tokens, fontsize=4, family="monospace")
-        ax.tick_params(length=0)
-        figure.colorbar(image, ax=ax, shrink=0.7)
+        # Square roots, so that small weights can be seen beside large ones.
+        ax.imshow(np.sign(A) * np.sqrt(np.abs(A)), cmap="RdBu", vmin=-1, vmax=1)
+        ax.set_title(f"{title}: {(A < 0).sum() / np.tril(np.ones_like(A)).sum():.0%} of weights negative", fontsize=10)
+        ax.set_xticks(range(len(tokens)), tokens, fontsize=5, family="monospace")
+        ax.set_yticks(range(len(tokens)), tokens, fontsize=5, family="monospace")
+        ax.tick_params(length=0, pad=1)
+        j = np.abs(A[-1]).argmax()
+        note = f"the last token's strongest weight: {A[-1, j]:+.2f} on {tokens[j]!r}"
+        ax.annotate(
+            note,
+            (j, len(A) - 1),
+            (len(A) * 0.35, len(A) * 0.12),
+            fontsize=8,
+            arrowprops={"arrowstyle": "->", "lw": 0.6},
+        )
     lam = "" if numbers["lam"] is None else f", lambda {numbers['lam']:.2f}"
     figure.suptitle(f"{numbers['attention']}: layer {numbers['layer']}, head {numbers['head']}{lam}")
     figure.savefig(path, dpi=160)
@@ -80,8 +88,7 @@ def main():
         run = cfg.out_dir or checkpoint.newest_run()
         state = checkpoint.load(checkpoint.find(run))
         model, tokenizer = checkpoint.load_model(state), tokenizers.from_dict(state["tokenizer"])
-        prompt = cfg.prompt or "\n" + next(stories.generate(stories.Difficulty(), seed=3, count=1))[0].rstrip()
-        numbers = maps_of(model, tokenizer, prompt, cfg.layer, cfg.head)
+        numbers = maps_of(model, tokenizer, cfg.prompt, cfg.layer, cfg.head)
     except (ValueError, OSError) as error:
         sys.exit(f"maps: {error}")
     experiments.save(cfg.name, numbers)

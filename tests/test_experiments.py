@@ -81,7 +81,7 @@ def test_maps(kind, tmp_path):
     maps.picture(numbers, tmp_path / "maps.png")
     assert (tmp_path / "maps.png").stat().st_size > 5000
     with pytest.raises(ValueError, match="layer=2, head=0: this model has 2 layers"):
-        maps.maps_of(model, tokenizer, "a", layer=2)
+        maps.maps_of(model, tokenizer, "a bad cab", layer=2)
 
 
 def test_speed_measures_every_kind():
