@@ -73,7 +73,7 @@ def picture(numbers, path):
             arrowprops={"arrowstyle": "->", "lw": 0.6},
         )
     lam = "" if numbers["lam"] is None else f", lambda {numbers['lam']:.2f}"
-    figure.suptitle(f"{numbers['attention']}: layer {numbers['layer']}, head {numbers['head']}{lam}")
+    figure.suptitle(f"{numbers['attention']}: layer {numbers['layer']}, head {numbers['head']}{lam}", fontsize=11)
     figure.savefig(path, dpi=160)
     plt.close(figure)
 

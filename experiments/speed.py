@@ -20,9 +20,8 @@ from torch.profiler import ProfilerActivity, profile
 from model import ATTENTIONS, GPT, GPTConfig, rope_table
 
 SIZES = {  # name: (batch size, the model)
-    "default": (None, None),  # filled in from TrainConfig
-    "B 16, T 256, 6 layers, 6 heads, 384 wide": (16, GPTConfig(block_size=256, n_layer=6, n_head=6, n_embd=384)),
-    "B 2, T 1024, 6 layers, 6 heads, 384 wide": (2, GPTConfig(block_size=1024, n_layer=6, n_head=6, n_embd=384)),
+    "6 layers, 6 heads, 384 wide": (16, GPTConfig(block_size=256, n_layer=6, n_head=6, n_embd=384)),
+    "the same, longer": (2, GPTConfig(block_size=1024, n_layer=6, n_head=6, n_embd=384)),
 }
 LENGTHS = (1024, 2048, 4096, 8192)  # tokens, for the memory of one layer
 
@@ -117,6 +116,24 @@ def memory(lengths):
     return table
 
 
+def tables(numbers):
+    """{name: rows} of what the terminal and the README show."""
+    sizes = numbers["sizes"]
+    step = [["training step", "batch x tokens", *(f"{kind} / standard" for kind in ATTENTIONS if kind != "standard")]]
+    for name, size in sizes.items():
+        row = [name, f"{size['batch_size']} x {size['tokens']}"]
+        for kind, k in size["kinds"].items():
+            if kind != "standard":
+                row.append(f"{k['ratio']:.2f} (FLOPs {k['flops_ratio']:.2f})")
+        step.append(row)
+    kernel = [["path", "kernel of the backward pass"]]
+    kernel += [[path, ", ".join(names)] for path, names in numbers["kernels"].items()]
+    memory = [["peak MiB of one layer", *(f"T = {T}" for T in numbers["lengths"])]]
+    for kind, paths in numbers["memory_mib"].items():
+        memory += [[f"{kind}, {path}", *(f"{m:.0f}" for m in mib)] for path, mib in paths.items()]
+    return {"step": step, "kernel": kernel, "memory": memory}
+
+
 @dataclass
 class SpeedConfig:
     steps: int = 20  # timed steps of each kind
@@ -132,26 +149,20 @@ def main():
     cfg = tyro.cli(SpeedConfig, description=__doc__)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     default = TrainConfig()
-    SIZES["default"] = (default.batch_size, default.model_config())
+    sizes = {"the default model": (default.batch_size, default.model_config()), **SIZES}
     lengths = [T for T in LENGTHS if T <= cfg.longest]
     numbers = {"device": device, "steps": cfg.steps, "lengths": lengths, "sizes": {}}
-    for name, (batch_size, model_cfg) in SIZES.items():
-        numbers["sizes"][name] = step_times(batch_size, model_cfg, cfg.steps, device)
-        print(f"\ntraining step, {name}")
-        rows = [["attention", "ms (median)", "ratio to standard", "ratio of FLOPs"]]
-        for kind, k in numbers["sizes"][name].items():
-            rows.append([kind, f"{k['median_ms']:.1f}", f"{k['ratio']:.3f}", f"{k['flops_ratio']:.3f}"])
-        experiments.print_table(rows)
+    for name, (batch_size, model_cfg) in sizes.items():
+        print(f"timing {name}", file=sys.stderr)
+        kinds = step_times(batch_size, model_cfg, cfg.steps, device)
+        numbers["sizes"][name] = {"batch_size": batch_size, "tokens": model_cfg.block_size, "kinds": kinds}
     numbers["kernels"] = {f"{k}, {'fused' if f else 'eager'}": kernels(k, f) for k in ATTENTIONS for f in (True, False)}
-    print("\nkernels of the backward pass")
-    experiments.print_table([["path", "kernel"], *([k, ", ".join(v)] for k, v in numbers["kernels"].items())])
+    print("measuring memory", file=sys.stderr)
     numbers["memory_mib"] = memory(lengths)
-    print("\npeak memory of one layer, forward and backward, MiB")
-    rows = [["path", *(f"T {T}" for T in lengths)]]
-    for kind, paths in numbers["memory_mib"].items():
-        rows += [[f"{kind}, {path}", *(f"{m:.0f}" for m in mib)] for path, mib in paths.items()]
-    experiments.print_table(rows)
     experiments.save("speed", numbers)
+    for rows in tables(numbers).values():
+        print()
+        experiments.print_table(rows)
 
 
 if __name__ == "__main__":

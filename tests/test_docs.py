@@ -57,16 +57,21 @@ def test_the_two_commands_are_there():
     assert "\npip install -r requirements-dev.txt && pytest\n" in README
 
 
-def markdown(rows):
-    return [[cell.strip() for cell in row] for row in rows]
+def shown(marker):
+    """The cells of the table after a marker comment."""
+    block = README.split(f"<!-- {marker} -->\n")[1].split("\n\n")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines()]
+    return rows[:1] + rows[2:]
 
 
 @pytest.mark.parametrize("name", ["compare-stories", "compare-shakespeare"])
-def test_tables_are_the_results(name):
-    """The table after a marker comment in the README is the one that the committed numbers give."""
-    block = README.split(f"<!-- {name} -->\n")[1].split("\n\n")[0]
-    shown = [[cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines()]
-    assert [row for i, row in enumerate(shown) if i != 1] == markdown(compare.table(experiments.load(name)))
+def test_tables_of_losses_are_the_results(name):
+    assert shown(name) == compare.table(experiments.load(name))
+
+
+@pytest.mark.parametrize("name", ["step", "memory"])
+def test_tables_of_speed_are_the_results(name):
+    assert shown(f"speed: {name}") == speed.tables(experiments.load("speed"))[name]
 
 
 def test_pictures_are_there():
