@@ -152,8 +152,8 @@ def diff_attention_backward(dY, Q1, K1, Q2, K2, V, lam, causal=True):  # (T, E),
     dA = dY @ V.T  # (T, T), by the combined map: A1 gets dA, A2 gets -lam dA
     # A row a = softmax(s) has Jacobian diag(a) - a a^T, hence a * (da - a . da).
     dS1 = A1 * (dA - (A1 * dA).sum(axis=1, keepdims=True))
-    dS2 = -lam * A2 * (dA - (A2 * dA).sum(axis=1, keepdims=True))
-    dlam = -(dA * A2).sum()
+    dS2 = -np.reshape(lam, (-1, 1)) * A2 * (dA - (A2 * dA).sum(axis=1, keepdims=True))
+    dlam = -(dA * A2).sum(axis=1) if np.ndim(lam) else -(dA * A2).sum()
     return dS1 @ K1 * scale, dS1.T @ Q1 * scale, dS2 @ K2 * scale, dS2.T @ Q2 * scale, dV, dlam
 
 

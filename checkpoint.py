@@ -24,12 +24,15 @@ RUNS = Path("runs")  # where runs go whose folder nobody named
 
 def write(path, save):
     """Calls save(file) on a new file and puts it in the place of `path` once it is on disk."""
-    temporary = path.with_name(path.name + ".new")
-    with open(temporary, "wb") as file:
-        save(file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.new")
+    try:
+        with open(temporary, "wb") as file:
+            save(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def save(path, **state):
@@ -42,9 +45,13 @@ def load(path):
         raise ValueError(f"{path} does not exist: train first, or name another run")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-        GPTConfig(**state["model_config"])
+        load_model(state)
+        finite = all(w.isfinite().all() for w in state["model"].values())
+        state["tokenizer"]["kind"], state["train_config"]["dataset"], state["step"], state["best_val_loss"]
     except Exception as error:  # whatever a damaged or foreign file provokes, it is the file that is wrong
         raise ValueError(f"{path} is not a checkpoint of this project ({type(error).__name__})") from None
+    if not finite:
+        raise ValueError(f"{path} has weights that are not finite: its run diverged")
     return state
 
 
@@ -85,18 +92,18 @@ def read_config(run):
     """The settings of a run, a dict. Raises ValueError with one sentence if there are none."""
     path = Path(run) / "config.json"
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
         raise ValueError(f"{path} is missing or damaged: {run} is not the folder of a run") from None
 
 
 class Log:
-    """log.jsonl: `append` adds a line. Opened again at a step, it drops the lines from that step on."""
+    """log.jsonl: `append` adds a line. Opened at a step, it keeps the lines before that step; else it starts empty."""
 
-    def __init__(self, run, step=0):
+    def __init__(self, run, step=None):
         self.path = Path(run) / "log.jsonl"
         if self.path.exists():
-            kept = [line for line in read_log(run) if line.get("step", -1) < step]
+            kept = [] if step is None else [line for line in read_log(run) if line.get("step", -1) < step]
             text = "".join(json.dumps(line) + "\n" for line in kept)
             write(self.path, lambda file: file.write(text.encode()))
 

@@ -22,7 +22,7 @@ class TrainConfig:
     n_head: int = 2  # query heads of the standard kind
     n_kv_head: int = 0  # key heads; 0 means n_head
     n_embd: int = 64  # channels
-    block_size: int = 224  # tokens a window
+    block_size: int = 200  # tokens a window
     dropout: float = 0.0
     init_std: float = GPTConfig.init_std  # of every matrix at the start
     rope_theta: float = GPTConfig.rope_theta
@@ -42,7 +42,7 @@ class TrainConfig:
     max_iters: int = 6000  # updates
     batch_size: int = 8  # windows a micro-batch
     gradient_accumulation_steps: int = 1  # micro-batches an update
-    learning_rate: float = 1.5e-3  # at its highest
+    learning_rate: float = 3e-3  # at its highest
     min_lr: float = 0.0  # at the end
     warmup_iters: int = 50  # updates
     lr_decay_iters: int = 0  # updates until min_lr; 0 means max_iters
@@ -81,6 +81,9 @@ class TrainConfig:
                 value = getattr(self, name)
                 need(lowest <= value < math.inf, f"{name}={value} must be a number of at least {lowest}")
         need(self.learning_rate > 0, f"learning_rate={self.learning_rate} must be greater than 0")
+        need(self.min_lr <= self.learning_rate, f"min_lr={self.min_lr} is above learning_rate={self.learning_rate}")
+        for name in ("seed", "data_seed"):
+            need(getattr(self, name) < 2**32, f"{name}={getattr(self, name)} must be less than {2**32}")
         for name in ("beta1", "beta2"):
             need(0 <= getattr(self, name) < 1, f"{name}={getattr(self, name)} must be at least 0 and less than 1")
         for name, legal in CHOICES.items():

@@ -15,11 +15,15 @@ def pick_device(name="auto"):
 
     Raises ValueError with one sentence if it has none of that name.
     """
-    here = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    kind = next(k for k, there in here.items() if there) if name == "auto" else name.split(":")[0]
-    if not here.get(kind):
-        raise ValueError(f"device={name!r} is not on this machine: use auto or {', '.join(k for k in here if here[k])}")
-    return torch.device(kind if name == "auto" else name)
+    count = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available()), "cpu": 1}
+    if name == "auto":
+        name = next(kind for kind, n in count.items() if n)
+    kind, _, index = name.partition(":")
+    if not (index or "0").isdigit() or int(index or 0) >= count.get(kind, 0):
+        raise ValueError(
+            f"device={name!r} is not on this machine: use auto or {', '.join(k for k in count if count[k])}"
+        )
+    return torch.device(name)
 
 
 def precision(device_type, dtype, bf16_supported=False):

@@ -416,8 +416,8 @@ def pick(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
     logits = logits.cpu().double()
     logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
     if 0 < top_k < logits.shape[-1]:
-        worst_kept = logits.topk(top_k).values[:, -1:]
-        logits = logits.masked_fill(logits < worst_kept, -math.inf)
+        kept = logits.topk(top_k)  # by index: equal logits must not let in more than top_k
+        logits = torch.full_like(logits, -math.inf).scatter(1, kept.indices, kept.values)
     if top_p < 1:
         probs, order = logits.softmax(dim=-1).sort(dim=-1, descending=True)
         surplus = (probs.cumsum(dim=-1) - probs >= top_p).index_fill(1, torch.tensor([0]), False)

@@ -41,16 +41,17 @@ class SampleConfig:
         if not 0 <= self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} must be from 0 (greedy) to 1 (all tokens)")
         for name, lowest in (("num_samples", 1), ("max_new_tokens", 0), ("top_k", 0), ("seed", 0)):
-            if getattr(self, name) < lowest:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least {lowest}")
+            if not lowest <= getattr(self, name) < 2**32:
+                raise ValueError(f"{name}={getattr(self, name)} must be from {lowest} to {2**32 - 1}")
 
 
 def read_prompt(start):
     """The text that `start` stands for. Raises ValueError or OSError with one sentence."""
-    if not start.startswith("FILE:"):
-        return start
     path = start.removeprefix("FILE:")
-    raw = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+    if path == start:
+        path, raw = "on the command line", os.fsencode(start)
+    else:
+        raw = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
     try:
         return raw.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as e:
@@ -58,14 +59,8 @@ def read_prompt(start):
 
 
 def encode_prompt(tokenizer, prompt):
-    """The ids of a prompt, (1, T) int64. An empty one is a new line or, in a text without any, the first token."""
-    try:
-        ids = tokenizer.encode(prompt or "\n")
-    except ValueError:
-        if prompt:
-            raise
-        ids = [0]
-    return torch.tensor([[int(i) for i in ids]])
+    """The ids of a prompt, (1, T) int64; of an empty one, those that a text from nothing starts with."""
+    return torch.tensor([tokenizer.encode(prompt).tolist() if prompt else tokenizer.first()])
 
 
 def stream_text(model, tokenizer, ids, **how):

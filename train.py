@@ -155,6 +155,9 @@ def train(cfg):
         optimizer.load_state_dict(state["optimizer"])
         scaler.load_state_dict(state["scaler"])
         step, best = state["step"], state["best_val_loss"]
+        best_path = Path(cfg.out_dir) / "best.pt"
+        if best_path.exists():  # may know more: ckpt.pt is saved before its evaluation
+            best = min(best, checkpoint.load(best_path)["best_val_loss"])
     compiled = cfg.compile == "on" or (cfg.compile == "auto" and device.type == "cuda")
     forward = torch.compile(model) if compiled else model
     params, flops = model.num_params(), model.flops_per_token(cfg.block_size)
@@ -165,9 +168,9 @@ def train(cfg):
     print(f"{cfg.attention} attention, {params:,} parameters (standard: {standard:,}), {flops / 1e6:.1f} MFLOP a token")
     print(f"{gpu or device.type}, {dtype}, fused attention{', compiled' if compiled else ''}")
     if cfg.eval_only:
-        loss, answers = evaluate(model, windows, cfg.batch_size, device, autocast)
-        print(describe(loss, answers, entropy))
-        return {"val_loss": loss, "answers": answers, "entropy": entropy, "params": params, "out_dir": cfg.out_dir}
+        val_loss, answers = evaluate(model, windows, cfg.batch_size, device, autocast)
+        print(describe(val_loss, answers, entropy))
+        return {"val_loss": val_loss, "answers": answers, "entropy": entropy, "params": params, "out_dir": cfg.out_dir}
 
     # The folder
     if not cfg.out_dir:
@@ -175,7 +178,7 @@ def train(cfg):
     run = Path(cfg.out_dir)
     run.mkdir(parents=True, exist_ok=True)
     checkpoint.write_config(run, asdict(replace(cfg, resume=False)))
-    log = checkpoint.Log(run, step)
+    log = checkpoint.Log(run, step if cfg.resume else None)
     if not cfg.resume:
         log.append(
             torch=torch.__version__, numpy=np.__version__, python=sys.version.split()[0], device=gpu or device.type,
@@ -199,22 +202,24 @@ def train(cfg):
         while True:
             last = step >= cfg.max_iters or stop.signum
             if step % cfg.eval_interval == 0 or last:
+                if not all(p.isfinite().all() for p in model.parameters()):
+                    raise diverged(step, "largest weight", math.nan, run)
                 # Save first: a kill during a long evaluation then costs nothing, and resuming evaluates again.
                 keep("ckpt.pt", optimizer=optimizer.state_dict(), scaler=scaler.state_dict())
                 if stop.signum:
                     break
-                loss, answers = evaluate(model, windows, cfg.batch_size, device, autocast)
-                if not math.isfinite(loss):
-                    raise diverged(step, "validation loss", loss, run)
+                val_loss, answers = evaluate(model, windows, cfg.batch_size, device, autocast)
+                if not math.isfinite(val_loss):
+                    raise diverged(step, "validation loss", val_loss, run)
                 model.eval()
                 maps = model.attention_maps(torch.from_numpy(windows[0][:1, : min(cfg.block_size, 256)]).to(device))
                 model.train()
                 lambdas = [lam.mean().item() for _, _, lam in maps if lam is not None]
-                log.append(step=step, val_loss=loss, answers=answers, lambdas=lambdas)
+                log.append(step=step, val_loss=val_loss, answers=answers, lambdas=lambdas)
                 speed = f", {counted / seconds:,.0f} tokens/s" if seconds else ""
-                bar.write(f"update {step}: {describe(loss, answers, entropy)}{speed}")
-                if loss < best:
-                    best = loss
+                bar.write(f"update {step}: {describe(val_loss, answers, entropy)}{speed}")  # print, above the bar
+                if val_loss < best:
+                    best = val_loss
                     keep("best.pt")
             if last:
                 break
@@ -259,7 +264,7 @@ def train(cfg):
         return {"interrupted": stop.signum, "out_dir": str(run), "steps": step}
     history = [(line["step"], line["val_loss"]) for line in checkpoint.read_log(run) if "val_loss" in line]
     return {
-        "val_loss": loss, "best_val_loss": best, "train_loss": train_loss, "answers": answers, "entropy": entropy,
+        "val_loss": val_loss, "best_val_loss": best, "train_loss": train_loss, "answers": answers, "entropy": entropy,
         "lambdas": lambdas, "params": params, "params_standard": standard, "steps": step, "seconds": seconds,
         "tokens_per_s": counted / seconds if seconds else None, "history": history, "out_dir": str(run),
     }  # fmt: skip
@@ -289,9 +294,10 @@ def report(cfg, result, tokens=300):
     run = result["out_dir"]
     state = checkpoint.load(checkpoint.find(run))
     model, tokenizer = checkpoint.load_model(state), data.tokenizers.from_dict(state["tokenizer"])
-    first = tokenizer.encode("\n")[0] if "\n" in getattr(tokenizer, "chars", "\n") else 0
-    idx = model.generate(torch.tensor([[int(first)]]), tokens, generator=torch.Generator().manual_seed(0))
-    print(f"\nA sample at temperature 1:\n\n{tokenizer.decode_bytes(idx[0, 1:].tolist()).decode(errors='replace')}\n")
+    first = torch.tensor([tokenizer.first()])
+    idx = model.generate(first, tokens, generator=torch.Generator().manual_seed(0))
+    text = tokenizer.decode_bytes(idx[0, first.shape[1] :].tolist()).decode(errors="replace")
+    print(f"\nA sample at temperature 1:\n\n{text}\n")
     print(describe(result["val_loss"], result["answers"], result["entropy"]))
     if result["tokens_per_s"]:
         speed = f"{result['seconds']:.0f} s of training, {result['tokens_per_s']:,.0f} tokens/s"
@@ -304,6 +310,8 @@ def report(cfg, result, tokens=300):
 
 def main():
     import tyro  # only here: train(cfg) needs no command line
+
+    sys.stdout.reconfigure(errors="replace")  # a terminal without a character shows "?" instead of failing
 
     def parse(default):
         return tyro.cli(TrainConfig, default=default, description=__doc__)
@@ -324,6 +332,8 @@ def main():
         result = train(cfg)
     except (ValueError, OSError, FloatingPointError) as error:
         sys.exit(f"train.py: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
     if "interrupted" in result:
         print(
             f"stopped by signal {result['interrupted']}, saved update {result['steps']} in {result['out_dir']}/ckpt.pt"

@@ -30,6 +30,7 @@ class Dataset:
     folder: Path
     meta: dict
     tokenizer: object
+    _starts: tuple = (None, None)  # the last block_size that `batch` was asked for, and its starts
 
     def tokens(self, split):
         """The ids of "train" or "val", mapped from the file: (n,) uint16. A new map each time, so that the
@@ -37,7 +38,7 @@ class Dataset:
         return np.memmap(self.folder / f"{split}.bin", dtype=np.uint16, mode="r")
 
     def starts(self, split, block_size):
-        """Where a window of block_size ids, and the id after it, may begin: (n,) int64.
+        """Where a window of block_size ids, and the id after it, may begin: a range or (n,) int64.
 
         Anywhere, or, where lines are texts of their own, at the newline before a line.
         """
@@ -49,7 +50,7 @@ class Dataset:
                 f" use --block_size={max(1, len(tokens) - 1)} or less, or a longer text"
             )
         if not self.meta["lines"]:
-            return np.arange(last + 1)
+            return range(last + 1)
         return np.flatnonzero(tokens[: last + 1] == self.tokenizer.encode("\n")[0])
 
     def batch(self, step, batch_size, block_size, seed):
@@ -58,11 +59,11 @@ class Dataset:
         It depends on these arguments alone, not on what was drawn before: that is why two kinds of attention
         see the same batches, and an interrupted run goes on with the right one.
         """
-        if getattr(self, "_starts_for", None) != block_size:
-            self._starts, self._starts_for = self.starts("train", block_size), block_size
-        chosen = np.random.default_rng([seed, step]).integers(len(self._starts), size=batch_size)
-        tokens = self.tokens("train")
-        rows = np.stack([tokens[s : s + block_size + 1] for s in self._starts[chosen]]).astype(np.int64)
+        if self._starts[0] != block_size:
+            self._starts = block_size, self.starts("train", block_size)
+        starts, tokens = self._starts[1], self.tokens("train")
+        chosen = np.random.default_rng([seed, step]).integers(len(starts), size=batch_size)
+        rows = np.stack([tokens[starts[i] : starts[i] + block_size + 1] for i in chosen]).astype(np.int64)
         return rows[:, :-1], rows[:, 1:]
 
     def val_windows(self, count, block_size):
@@ -170,6 +171,7 @@ def _open(folder, prepare):
         splits, tokenizer, meta = prepare()
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".new-"))  # whole, or not there
+        temporary.chmod(0o755)  # others may read it
         try:
             for split, text in splits.items():
                 tokenizer.encode(text).tofile(temporary / f"{split}.bin")

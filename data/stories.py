@@ -2,7 +2,7 @@
 
 A story says who has what among sentences that do not matter, then asks about some of the people:
 
-    @@EXAMPLE@@
+    Ann has a silver sled. The road was long. Hal has a tan kite. [...] Hal? A tan kite. Ann? A silver sled.
 
 Only a model that ties each thing to its owner and looks it up can answer: the paper's multi-needle
 retrieval in plain words. Every choice is uniform and can be read off the text again, so that -log p
@@ -34,7 +34,7 @@ ALPHABET = "\n" + "".join([*NAMES, *COLOURS, *THINGS, *SCENES, FACT, SIGHTING, Q
 class Difficulty:
     """What a story holds. All counts are exact, not averages."""
 
-    people: int = 4  # each with a thing of their own
+    people: int = 3  # each with a thing of their own
     distractors: int = 2  # sentences about nothing
     sightings: int = 0  # sentences in which somebody saw a thing, which is no answer
     restatements: int = 0  # facts said a second time, after all of them were said

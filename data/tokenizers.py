@@ -23,13 +23,17 @@ class CharTokenizer:
 
     def encode(self, text):
         """str -> (n,) uint16. Raises ValueError that lists the characters it does not know."""
-        codes = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
+        codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
         known = np.frombuffer(self.chars.encode("utf-32-le"), dtype=np.uint32)
         ids = np.minimum(np.searchsorted(known, codes), len(known) - 1)
         if (known[ids] != codes).any():
             unknown = "".join(sorted(set(text) - set(self.chars)))
             raise ValueError(f"the vocabulary has no {unknown[:20]!r}: it holds {self.chars!r}")
         return ids.astype(np.uint16)
+
+    def first(self):
+        """The ids that a text from nothing starts with: a new line or, in a text without any, the first character."""
+        return self.encode("\n" if "\n" in self.chars else self.chars[0]).tolist()
 
     def decode_bytes(self, ids):
         return "".join(self.chars[i] for i in ids).encode()
@@ -51,6 +55,10 @@ class BPETokenizer:
 
     def encode(self, text):
         return np.array(self.encoding.encode_ordinary(text), dtype=np.uint16)
+
+    def first(self):
+        """The ids that a text from nothing starts with: a new line."""
+        return self.encode("\n").tolist()
 
     def decode_bytes(self, ids):
         return self.encoding.decode_bytes(list(ids))

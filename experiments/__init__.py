@@ -16,26 +16,46 @@ import numpy
 import torch
 
 import checkpoint
+from device import pick_device
 
 RESULTS = Path(__file__).parent / "results"
 RUNS = checkpoint.RUNS / "experiments"
 
-# What does not change a run's numbers, and so not which run it is either.
-PLACE = {"out_dir": "", "device": "auto", "resume": False, "preset": "laptop"}
+# Settings that say where a run is and how it goes on, not what it computes.
+PLACE = {"out_dir": "", "resume": False, "preset": "laptop"}
 
 # The 97.5 % points of Student's t for 1, 2, .. degrees of freedom.
 T_975 = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262]
 
 
+def fingerprint(cfg):
+    """A name for all that a run's numbers depend on: its settings, its text, the code, the kind of device."""
+    root = Path(__file__).parent.parent
+    digest = hashlib.sha256(json.dumps(asdict(replace(cfg, **PLACE)), sort_keys=True).encode())
+    digest.update(pick_device(cfg.device).type.encode())
+    for file in (
+        "model.py",
+        "train.py",
+        "data/__init__.py",
+        "data/stories.py",
+        "data/tokenizers.py",
+        "data/shakespeare.py",
+    ):
+        digest.update((root / file).read_bytes())
+    if Path(cfg.dataset).is_file():
+        digest.update(Path(cfg.dataset).read_bytes())
+    return f"{Path(cfg.dataset).stem}-{cfg.attention}-{digest.hexdigest()[:12]}"
+
+
 def trained(cfg):
-    """train(cfg) in a folder named by its settings: done once, gone on with if it was interrupted, then remembered."""
+    """train(cfg) in a folder named by its fingerprint: done once, gone on with if it was interrupted, remembered."""
     from train import train
 
-    settings = asdict(replace(cfg, **PLACE))
-    name = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
-    run = RUNS / f"{Path(cfg.dataset).stem}-{cfg.attention}-{name}"
+    run = RUNS / fingerprint(cfg)
     done = run / "result.json"
-    if not done.exists():
+    if done.exists():
+        print(f"remembered: {run}")
+    else:
         result = train(replace(cfg, out_dir=str(run), resume=(run / "ckpt.pt").exists()))
         if "interrupted" in result:
             sys.exit(128 + result["interrupted"])
@@ -44,15 +64,17 @@ def trained(cfg):
 
 
 def mean_sd(values):
-    """Mean and sample standard deviation (nan for one value)."""
-    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else math.nan
+    """Mean and sample standard deviation (None for one value)."""
+    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
 
 
 def paired(values, baseline):
-    """Of the differences value - baseline, seed by seed: mean, standard deviation, half a 95 % confidence interval."""
+    """Of the differences value - baseline, seed by seed: mean, standard deviation, half a 95 % confidence interval.
+
+    The last two are None for one seed.
+    """
     mean, sd = mean_sd([a - b for a, b in zip(values, baseline)])
-    n = len(values)
-    return mean, sd, T_975[n - 2] * sd / math.sqrt(n) if 2 <= n <= len(T_975) + 1 else math.nan
+    return mean, sd, None if sd is None else T_975[len(values) - 2] * sd / math.sqrt(len(values))
 
 
 def print_table(rows):
@@ -64,16 +86,16 @@ def print_table(rows):
             print("|" + "|".join("-" * (width + 2) for width in widths) + "|")
 
 
-def save(name, numbers):
-    """results/NAME.json: the numbers, and what they were measured with."""
-    RESULTS.mkdir(exist_ok=True)
+def save(path, numbers):
+    """Writes the numbers, and what they were measured with, to a .json file."""
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
     made_with = {
         "device": machine, "threads": torch.get_num_threads(), "torch": torch.__version__, "numpy": numpy.__version__,
         "python": platform.python_version(), "commit": checkpoint.commit(),
     }  # fmt: skip
     text = json.dumps({"made_with": made_with, **numbers}, indent=1)
-    checkpoint.write(RESULTS / f"{name}.json", lambda file: file.write(text.encode() + b"\n"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    checkpoint.write(path, lambda file: file.write(text.encode() + b"\n"))
 
 
 def cpu_name():

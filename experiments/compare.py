@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import experiments
-from config import PRESETS, TrainConfig
+from config import PRESETS, TrainConfig, need
 from experiments import mean_sd, paired, print_table, trained
 from model import ATTENTIONS
 
@@ -29,8 +29,18 @@ class CompareConfig:
 
 def compare(cfg):
     """Trains what is missing. Returns {"settings", "kinds": {kind: {"params", "runs", ...}}}, plain types."""
+    most = len(experiments.T_975) + 1
+    need(1 <= cfg.seeds <= most, f"seeds={cfg.seeds} must be from 1 to {most}")
+    for name in ("dataset", "attention", "seed", "data_seed", "out_dir", "resume", "init_from", "eval_only", "preset"):
+        value, unset = getattr(cfg.train, name), getattr(TrainConfig(), name)
+        need(
+            value in (unset, cfg.dataset),
+            f"train.{name}={value!r}: the comparison sets this itself, from --dataset, --kinds and --seeds",
+        )
     seeds = range(1 if cfg.quick else cfg.seeds)
     base = replace(cfg.train, dataset=cfg.dataset)
+    for kind in cfg.kinds:
+        replace(base, attention=kind).check()  # all of them before the first is trained
     if cfg.quick:
         base = replace(base, max_iters=base.max_iters // 10)
     runs = {kind: [] for kind in cfg.kinds}
@@ -60,8 +70,11 @@ def table(numbers):
     ]
     for kind, k in kinds.items():
         (mean, sd), (diff, _, half) = k["mean_sd"], k["difference"]
-        verdict = f"{diff:+.4f} ± {half:.4f}" + (" (not distinguishable)" if not abs(diff) > half else "")
-        row = [kind, f"{k['params']:,}", str(len(k["val_loss"])), f"{mean:.4f} ± {sd:.4f}"]
+        row = [kind, f"{k['params']:,}", str(len(k["val_loss"]))]
+        row.append(f"{mean:.4f}" if sd is None else f"{mean:.4f} ± {sd:.4f}")
+        verdict = "one seed says nothing" if half is None else f"{diff:+.4f} ± {half:.4f}"
+        if half is not None and abs(diff) <= half:
+            verdict += " (not distinguishable)"
         row.append("" if kind == baseline else verdict)
         if asks:
             row.append(", ".join(f"{a:.1%}" for a in k["answers"]))
@@ -92,6 +105,7 @@ def main():
 
     import tyro
 
+    sys.stdout.reconfigure(errors="replace")
     try:
         first = tyro.cli(CompareConfig, description=__doc__)
         default = replace(CompareConfig(), train=replace(TrainConfig(), **PRESETS.get(first.dataset, {})))
@@ -100,7 +114,7 @@ def main():
     except (ValueError, OSError, FloatingPointError) as error:
         sys.exit(f"compare: {error}")
     name = cfg.name or f"compare-{Path(cfg.dataset).stem}" + ("-quick" if cfg.quick else "")
-    experiments.save(name, numbers)
+    experiments.save(experiments.RESULTS / f"{name}.json", numbers)
     picture(numbers, experiments.RESULTS / f"{name}.png")
     print(f"\nmean ± sd over seeds; difference: mean of the pairs ± half a 95 % interval ({name}.json, {name}.png)\n")
     print_table(table(numbers))

@@ -8,6 +8,7 @@ where the model stands when it is about to say what comes after the prompt.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -16,19 +17,23 @@ import experiments
 from data import tokenizers
 from sample import encode_prompt
 
+PROMPT = "Ann has a red kite. Ben has a tan map. The door was open. Fay has a green hat. Ben? A "
+
 
 @dataclass
 class MapsConfig:
     out_dir: str = ""  # the run's folder; empty means the newest
-    prompt: str = "Ann has a red kite. Ben has a tan map. Fay has a green hat. Dan has a blue sled. Ben? A "
+    prompt: str = ""  # the text to look at; empty means a question about a story
     layer: int = -1  # counted from 0; -1 picks the layer and head that look back most sharply from the last token
-    head: int = 0  # counted from 0
-    name: str = "maps"  # of the files in results/
+    head: int = 0  # counted from 0; of the layer, if that is given
+    picture: str = ""  # the picture's path, its numbers beside it as .json; empty means maps.png in the run's folder
 
 
 def maps_of(model, tokenizer, prompt, layer=-1, head=0):
     """{"tokens", "layer", "head", "lam", "maps": {title: (T, T) list}} of one head. Raises ValueError by name."""
     ids = encode_prompt(tokenizer, prompt)
+    if ids.shape[1] < 10:
+        raise ValueError(f"the prompt {prompt!r} has {ids.shape[1]} tokens: use one of at least 10")
     maps = model.attention_maps(ids)
     weights = [A1[0] if A2 is None else (A1 - lam[..., None] * A2)[0] for A1, A2, lam in maps]  # (heads, T, T)
     if layer == -1:
@@ -88,16 +93,19 @@ def main():
         run = cfg.out_dir or checkpoint.newest_run()
         state = checkpoint.load(checkpoint.find(run))
         model, tokenizer = checkpoint.load_model(state), tokenizers.from_dict(state["tokenizer"])
-        numbers = maps_of(model, tokenizer, cfg.prompt, cfg.layer, cfg.head)
+        if not cfg.prompt and state["train_config"]["dataset"] != "stories":
+            raise ValueError(f"{run} was not trained on stories: give a --prompt of its own kind")
+        numbers = maps_of(model, tokenizer, cfg.prompt or PROMPT, cfg.layer, cfg.head)
     except (ValueError, OSError) as error:
         sys.exit(f"maps: {error}")
-    experiments.save(cfg.name, numbers)
-    picture(numbers, experiments.RESULTS / f"{cfg.name}.png")
+    path = Path(cfg.picture or Path(run) / "maps.png")
+    experiments.save(path.with_suffix(".json"), numbers)
+    picture(numbers, path)
     for title, A in numbers["maps"].items():
         last = np.array(A)[-1]
         strongest = ", ".join(f"{numbers['tokens'][j]!r} {last[j]:+.2f}" for j in np.abs(last).argsort()[::-1][:3])
         print(f"{title:15s} rows sum to {np.array(A)[-1].sum():.2f}; the last token looks at {strongest}")
-    print(f"{experiments.RESULTS / cfg.name}.png")
+    print(path)
 
 
 if __name__ == "__main__":

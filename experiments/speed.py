@@ -147,6 +147,8 @@ def main():
     from config import TrainConfig
 
     cfg = tyro.cli(SpeedConfig, description=__doc__)
+    if cfg.steps < 1 or cfg.longest < LENGTHS[0]:
+        sys.exit(f"speed: steps={cfg.steps} must be at least 1 and longest={cfg.longest} at least {LENGTHS[0]}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     default = TrainConfig()
     sizes = {"the default model": (default.batch_size, default.model_config()), **SIZES}
@@ -159,7 +161,7 @@ def main():
     numbers["kernels"] = {f"{k}, {'fused' if f else 'eager'}": kernels(k, f) for k in ATTENTIONS for f in (True, False)}
     print("measuring memory", file=sys.stderr)
     numbers["memory_mib"] = memory(lengths)
-    experiments.save("speed", numbers)
+    experiments.save(experiments.RESULTS / "speed.json", numbers)
     for rows in tables(numbers).values():
         print()
         experiments.print_table(rows)

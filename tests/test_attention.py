@@ -206,7 +206,7 @@ def diff_of(first, second=None, sign=-1):
     return core
 
 
-def norm_first(q1, k1, q2, k2, v, lam):
+def softmax_of_difference(q1, k1, q2, k2, v, lam):
     """softmax of the difference in place of the difference of softmaxes"""
     k1, k2, v = (t.repeat_interleave(q1.shape[1] // t.shape[1], dim=1) for t in (k1, k2, v))
     scores = (q1 @ k1.transpose(2, 3) - lam * q2 @ k2.transpose(2, 3)) * q1.shape[3] ** -0.5
@@ -214,19 +214,18 @@ def norm_first(q1, k1, q2, k2, v, lam):
 
 
 DIFF = ATTENTIONS["diff"]
-ONE = masked_softmax
 MISTAKES = {
     "branches are the two halves of the heads": edit_kind("diff", operands=halves),
     "keys shared before they are paired": edit_kind("diff", operands=share_before_pairing),
     "maps swapped": edit_core(lambda q1, k1, q2, k2, v, lam: eager(q2, k2, q1, k1, v, lam)),
-    "plus lambda": edit_core(diff_of(ONE, sign=1)),
-    "scale by sqrt(2 D)": edit_core(diff_of(lambda q, k: ONE(q, k, scale=(2 * D) ** -0.5))),
-    "logits multiplied by sqrt(D)": edit_core(diff_of(lambda q, k: ONE(q, k, scale=D**0.5))),
-    "softmax over queries": edit_core(diff_of(lambda q, k: ONE(q, k, dim=2))),
-    "second map without a mask": edit_core(diff_of(ONE, lambda q, k: ONE(q, k, diagonal=T))),
-    "mask off by one": edit_core(diff_of(lambda q, k: ONE(q, k, diagonal=1))),
-    "mask after the softmax": edit_core(diff_of(lambda q, k: ONE(q, k, mask_after=True))),
-    "softmax of the difference": edit_core(norm_first),
+    "plus lambda": edit_core(diff_of(masked_softmax, sign=1)),
+    "scale by sqrt(2 D)": edit_core(diff_of(lambda q, k: masked_softmax(q, k, scale=(2 * D) ** -0.5))),
+    "logits multiplied by sqrt(D)": edit_core(diff_of(lambda q, k: masked_softmax(q, k, scale=D**0.5))),
+    "softmax over queries": edit_core(diff_of(lambda q, k: masked_softmax(q, k, dim=2))),
+    "second map without a mask": edit_core(diff_of(masked_softmax, lambda q, k: masked_softmax(q, k, diagonal=T))),
+    "mask off by one": edit_core(diff_of(lambda q, k: masked_softmax(q, k, diagonal=1))),
+    "mask after the softmax": edit_core(diff_of(lambda q, k: masked_softmax(q, k, mask_after=True))),
+    "softmax of the difference": edit_core(softmax_of_difference),
     "lambda left out": edit_core(lambda q1, k1, q2, k2, v, lam: eager(q1, k1, q2, k2, v, torch.ones(()))),
     "head norm forgotten": edit_kind("diff", finish=lambda self, y: (1 - self.lambda_init) * y),
     "(1 - lambda_init) forgotten": edit_kind("diff", finish=lambda self, y: self.subln(y)),
@@ -236,7 +235,7 @@ MISTAKES = {
         "diff", finish=lambda self, y: (1 - self.lambda_init) * self.subln(y).flip(1)
     ),
     "lambda_init counted from 1": edit_kind(
-        "diff", lam=lambda self: DiffLam(self) - self.lambda_init + 0.8 - 0.6 * math.exp(-0.3 * (LAYER + 1))
+        "diff", lam=lambda self: original_lam(self) - self.lambda_init + 0.8 - 0.6 * math.exp(-0.3 * (LAYER + 1))
     ),
     "lambda not through exp": edit_kind(
         "diff",
@@ -247,7 +246,7 @@ MISTAKES = {
     "V2: pairs across groups": edit_kind("diff_v2", operands=v2_halves),
     "V2: lambda without the sigmoid": lambda patch: patch.setattr(torch.Tensor, "sigmoid", lambda t: t),
 }
-DiffLam = DIFF.lam  # as it is before any patch
+original_lam = DIFF.lam  # as it is before any patch
 
 
 def wrong_rotate(x, rope, rotate=model.rotate):

@@ -41,7 +41,8 @@ def test_batches_depend_on_seed_and_step_alone(tmp_path):
     assert (x[:, 1:] == y[:, :-1]).all()
     b.batch(0, 2, 11, 3), b.val_windows(4, 11)  # what else was read does not matter
     assert (b.batch(7, 5, 11, 3)[0] == x).all()
-    assert (a.batch(8, 5, 11, 3)[0] != x).any() and (a.batch(7, 5, 11, 4)[0] != x).any()
+    others = [a.batch(step, 5, 11, seed)[0] for step, seed in ((8, 3), (7, 4), (6, 4), (8, 2), (3, 7))]
+    assert all((other != x).any() for other in others)  # (6, 4), (8, 2): a seed is not a shift of another
     assert all(a.tokenizer.decode_bytes(row).decode() in text for row in x)
 
 
@@ -170,7 +171,7 @@ def test_stories_are_the_same_bytes_everywhere():
     assert hashlib.sha256(text.encode()).hexdigest() == STORIES_SHA256
 
 
-STORIES_SHA256 = "e9a70e012a603845c97f3e5642e39df259331cc95cf8662647f3656d5ee0da82"
+STORIES_SHA256 = "2a4ca707715910f0b56abb4a2abec21df2cb702a8d4af0e309d0682c43542811"
 HARD = Difficulty(people=5, distractors=3, sightings=2, restatements=2, questions=3)
 
 
@@ -228,10 +229,11 @@ def test_story_windows(tmp_path):
 
 def test_guesses():
     texts = [
-        "Ann: red kite. Ben: tan map. Ben? tan map. Ann? red kite.\n",
-        "Ann: red kite. Ann: red kite. Ann? red kite.\n",
+        "Ann has a red kite. Ben has a tan map. Ben? A tan map. Ann? A red kite.\n",
+        "Ann has a red kite. Ann? A red kite.\n",
+        "Ann has a red kite. Ann has a red kite. Ben has a tan map. Ann? A red kite.\n",
     ]
-    assert stories.guesses(texts) == {"any": 2 / 3, "last": 2 / 3, "most frequent": 2 / 3}
+    assert stories.guesses(texts) == {"any": 2.5 / 4, "last": 2 / 4, "most frequent": 3 / 4}
     told = [text for text, _ in stories.generate(Difficulty(people=4), 1, 500)]
     assert stories.guesses(told)["any"] == pytest.approx(1 / 4)
 

@@ -3,6 +3,8 @@
 import json
 import math
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ import experiments
 from data.tokenizers import CharTokenizer
 from experiments import compare, maps, mean_sd, paired, speed, trained
 from model import ATTENTIONS, GPT, GPTConfig
+from sample import encode_prompt
 
 
 @pytest.fixture(autouse=True)
@@ -24,19 +27,54 @@ def test_statistics():
     mean, sd, half = paired([1.0, 2.1, 3.2], [1.0, 2.0, 3.0])
     assert (mean, sd) == (pytest.approx(0.1), pytest.approx(0.1))
     assert half == pytest.approx(4.303 * 0.1 / math.sqrt(3))
-    assert math.isnan(paired([1.0], [2.0])[2])
+    assert mean_sd([1.0]) == (1.0, None) and paired([1.0], [2.0]) == (-1.0, None, None)
 
 
-def test_trained_runs_are_made_once_and_gone_on_with(tiny, monkeypatch):
+def test_trained_runs_are_remembered_and_gone_on_with(tiny, monkeypatch, capsys):
     cfg = tiny(max_iters=6)
     first = trained(cfg)
-    monkeypatch.setattr("train.train", None)  # would fail if called
-    assert trained(tiny(max_iters=6, out_dir="elsewhere")) == first
-    monkeypatch.undo()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("train.train", lambda cfg: sys.exit("called"))
-        with pytest.raises(SystemExit, match="called"):
-            trained(tiny(max_iters=6, seed=1))
+    called = []
+    monkeypatch.setattr("train.train", lambda cfg: called.append(cfg) or {"val_loss": 1.0})
+    assert trained(tiny(max_iters=6, out_dir="elsewhere")) == first and not called
+    assert "remembered" in capsys.readouterr().out
+    trained(tiny(max_iters=6, seed=1))
+    assert called[0].seed == 1 and not called[0].resume
+    run = experiments.RUNS / experiments.fingerprint(tiny(max_iters=7))
+    run.mkdir(parents=True)
+    (run / "ckpt.pt").touch()
+    trained(tiny(max_iters=7))
+    assert called[1].resume and called[1].out_dir == str(run)
+
+
+def test_other_code_or_text_is_another_run(tiny, tmp_path, monkeypatch):
+    text = tmp_path / "text.txt"
+    text.write_text("one text " * 50)
+    before = experiments.fingerprint(tiny(dataset=str(text)))
+    assert experiments.fingerprint(tiny(dataset=str(text))) == before
+    text.write_text("another text " * 50)
+    assert experiments.fingerprint(tiny(dataset=str(text))) != before
+    read = Path.read_bytes
+    before = experiments.fingerprint(tiny())
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + b" " * (path.name == "model.py"))
+    assert experiments.fingerprint(tiny()) != before
+
+
+def test_compare_pairs_its_runs(tiny, monkeypatch):
+    seen = []
+    monkeypatch.setattr(compare, "trained", lambda cfg: seen.append(cfg) or RESULT)
+    compare.compare(compare.CompareConfig(dataset=tiny().dataset, seeds=2, train=tiny()))
+    for i in (0, 3):
+        kinds = [replace(cfg, attention="") for cfg in seen[i : i + 3]]
+        assert kinds[0] == kinds[1] == kinds[2] and kinds[0].seed == kinds[0].data_seed == i // 3
+    for change in (dict(seeds=0), dict(seeds=11), dict(kinds=("standard", "dif")), dict(train=tiny(seed=3))):
+        seen.clear()
+        with pytest.raises(ValueError):
+            compare.compare(replace(compare.CompareConfig(dataset=tiny().dataset, train=tiny()), **change))
+        assert not seen
+
+
+RESULT = {"params": 1, "val_loss": 2.0, "answers": None, "entropy": None, "lambdas": [], "history": [[0, 3.0]],
+          "tokens_per_s": 1.0, "seconds": 1.0}  # fmt: skip
 
 
 def test_compare(tiny, tmp_path):
@@ -61,6 +99,9 @@ def test_a_better_kind_wins_and_a_copy_is_not_distinguishable():
         return {"params": 1, "val_loss": losses, "mean_sd": mean_sd(losses), "difference": paired(losses, base),
                 "answers": [None]}  # fmt: skip
 
+    one = {**kind([1.9, 2.0, 1.8]), "mean_sd": mean_sd([1.9]), "difference": paired([1.9], [2.0])}
+    row = compare.table({"baseline": "a", "kinds": {"a": kind([2.0, 2.1, 1.9]), "one": one}})[2]
+    assert row[3:] == ["1.9000", "one seed says nothing"]
     kinds = {"a": kind([2.0, 2.1, 1.9]), "better": kind([1.9, 2.01, 1.8]), "same": kind([2.01, 2.08, 1.91])}
     rows = compare.table({"baseline": "a", "kinds": kinds})
     assert [("not distinguishable" in row[4]) for row in rows[2:]] == [False, True]
@@ -76,12 +117,18 @@ def test_maps(kind, tmp_path):
     A = {title: np.array(A) for title, A in numbers["maps"].items()}
     assert list(A) == ["A1"] if kind == "standard" else ["A1", "A2", "A1 - lambda A2"]
     np.testing.assert_allclose(A["A1"].sum(axis=1), 1, atol=2e-3)
+    if kind == "diff_v2":
+        numbers = maps.maps_of(model, tokenizer, "a bad cab fed a head.", layer=1, head=2)
+        lam = model.attention_maps(encode_prompt(tokenizer, "a bad cab fed a head."))[1][2][0, 2]
+        assert numbers["lam"] == pytest.approx(lam.mean().item(), abs=1e-4)
     if kind == "diff":
         np.testing.assert_allclose(A["A1 - lambda A2"], A["A1"] - numbers["lam"] * A["A2"], atol=2e-4)
     maps.picture(numbers, tmp_path / "maps.png")
     assert (tmp_path / "maps.png").stat().st_size > 5000
     with pytest.raises(ValueError, match="layer=2, head=0: this model has 2 layers"):
-        maps.maps_of(model, tokenizer, "a bad cab", layer=2)
+        maps.maps_of(model, tokenizer, "a bad cab fed", layer=2)
+    with pytest.raises(ValueError, match="at least 10"):
+        maps.maps_of(model, tokenizer, "a bad")
 
 
 def test_speed_measures_every_kind():

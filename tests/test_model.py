@@ -125,8 +125,12 @@ def test_a_model_in_another_type(kind, dtype, atol):
     """All of it converted, not by autocast: it runs, stays in its type, and says about the same."""
     gpt = GPT(replace(SMALL, attention=kind))
     exact = gpt.double()(ids(2, 16))[0]
-    logits = gpt.to(dtype)(ids(2, 16))[0]
-    assert logits.dtype is dtype
+    logits, loss = gpt.to(dtype)(ids(2, 16), ids(2, 16, seed=1))
+    assert logits.dtype is dtype and loss.dtype is torch.float32
+    table = model.rope_table(gpt.cfg, 1000, 1010, like=logits)
+    assert table[0].dtype is torch.float32
+    operands = gpt.blocks[0].attn.operands(torch.randn(1, 10, 24).to(dtype), table)
+    assert operands[0].dtype is dtype and (operands[5] is None or operands[5].dtype is torch.float32)
     torch.testing.assert_close(logits.double(), exact, rtol=0, atol=atol)
 
 
@@ -238,6 +242,8 @@ def test_pick():
     for how in (dict(top_k=4), dict(top_k=100000), dict(top_p=1.0), dict(top_k=0)):
         assert torch.equal(drawn(**how), drawn()), how
     assert set(drawn(top_k=2)[::2].flatten().tolist()) == {1, 2}
+    tied = torch.tensor([[1.0, 3.0, 3.0, 3.0]]).repeat(300, 1)
+    assert len(set(pick(tied, top_k=2).flatten().tolist())) == 2
     # 3.0 has 64 % and 2.0 has 24 %: together they reach 0.8, and 0.6 needs the first alone
     assert set(drawn(top_p=0.8)[::2].flatten().tolist()) == {1, 2}
     assert set(drawn(top_p=0.6)[::2].flatten().tolist()) == {1}
