@@ -65,9 +65,8 @@ def table(numbers):
     """The rows that the terminal and the README show."""
     kinds, baseline = numbers["kinds"], numbers["baseline"]
     asks = kinds[baseline]["answers"][0] is not None
-    rows = [
-        ["attention", "parameters", "seeds", "validation loss", f"difference to {baseline}", *["answers right"] * asks]
-    ]
+    columns = ["attention", "parameters", "seeds", "validation loss"]
+    rows = [columns + [f"difference to {baseline}"] * (len(kinds) > 1) + ["answers right"] * asks]
     for kind, k in kinds.items():
         (mean, sd), (diff, _, half) = k["mean_sd"], k["difference"]
         row = [kind, f"{k['params']:,}", str(len(k["val_loss"]))]
@@ -75,7 +74,8 @@ def table(numbers):
         verdict = "one seed says nothing" if half is None else f"{diff:+.4f} ± {half:.4f}"
         if half is not None and abs(diff) <= half:
             verdict += " (not distinguishable)"
-        row.append("" if kind == baseline else verdict)
+        if len(kinds) > 1:
+            row.append("" if kind == baseline else verdict)
         if asks:
             row.append(", ".join(f"{a:.1%}" for a in k["answers"]))
         rows.append(row)
