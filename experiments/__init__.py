@@ -59,7 +59,8 @@ def trained(cfg):
         result = train(replace(cfg, out_dir=str(run), resume=(run / "ckpt.pt").exists()))
         if "interrupted" in result:
             sys.exit(128 + result["interrupted"])
-        done.write_text(json.dumps({**result, "commit": checkpoint.commit()}))
+        text = json.dumps({**result, "commit": checkpoint.commit()})
+        checkpoint.write(done, lambda file: file.write(text.encode()))
     return json.loads(done.read_text())
 
 

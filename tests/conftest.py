@@ -5,7 +5,7 @@ import pytest
 import torch
 
 matplotlib.use("Agg")
-torch.set_num_threads(2)
+torch.set_num_threads(1)  # tiny models: a second thread only waits for the first
 
 from config import TrainConfig  # noqa: E402
 

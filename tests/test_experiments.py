@@ -34,7 +34,13 @@ def test_trained_runs_are_remembered_and_gone_on_with(tiny, monkeypatch, capsys)
     cfg = tiny(max_iters=6)
     first = trained(cfg)
     called = []
-    monkeypatch.setattr("train.train", lambda cfg: called.append(cfg) or {"val_loss": 1.0})
+
+    def stand_in(cfg):
+        called.append(cfg)
+        Path(cfg.out_dir).mkdir(parents=True, exist_ok=True)
+        return {"val_loss": 1.0}
+
+    monkeypatch.setattr("train.train", stand_in)
     assert trained(tiny(max_iters=6, out_dir="elsewhere")) == first and not called
     assert "remembered" in capsys.readouterr().out
     trained(tiny(max_iters=6, seed=1))
