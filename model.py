@@ -105,29 +105,36 @@ class KVCache:
 
 
 # ---------------------------------------------------------------------------------------------
-# Attention itself, twice: `eager` shows its maps, `fused` never stores them. With grouped queries
-# K and V have fewer heads than Q, and each serves as many neighbouring query heads as it takes.
+# Attention itself, three times: `eager` shows its maps, `fused` never stores them, `blocks` stores them
+# piece by piece. They differ in speed alone, and `fastest` picks one. With grouped queries K and V
+# have fewer heads than Q, and each serves as many neighbouring query heads as it takes.
 
 
-def causal_mask(T, S, device):
-    """(T, S), true where one of the last T of S tokens may look: at itself and backwards."""
-    return torch.ones(T, S, dtype=torch.bool, device=device).tril(S - T)
+def causal_mask(T, S, like):
+    """(T, S), to be added to scores: -inf where one of the last T of S tokens would look ahead, else 0."""
+    return like.new_full((T, S), -math.inf).triu(S - T + 1)
+
+
+def shared(t, H):
+    """(B, G, S, width) -> (B, H, S, width): each head of K or V serves H / G neighbouring query heads."""
+    return t if t.shape[1] == H else t.repeat_interleave(H // t.shape[1], dim=1)
 
 
 def softmax_map(q, k):
     """One attention map: (B, H, T, D), (B, G, S, D) -> (B, H, T, S), each row a distribution over tokens."""
-    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    scores = q @ k.transpose(2, 3) * q.shape[3] ** -0.5
-    future = ~causal_mask(q.shape[2], k.shape[2], q.device)
-    return upcast(scores).masked_fill(future, -math.inf).softmax(dim=-1)
+    (B, H, T, D), S = q.shape, k.shape[2]
+    mask = causal_mask(T, S, like=q).expand(B * H, T, S)
+    q, k = q.reshape(B * H, T, D), shared(k, H).reshape(B * H, S, D)
+    scores = torch.baddbmm(mask, q, k.mT, alpha=D**-0.5)  # q k^T / sqrt(D) + mask, in one pass over the map
+    return upcast(scores).softmax(dim=-1).view(B, H, T, S)
 
 
 def eager(q1, k1, q2, k2, v, lam):
     """y = (A1 - lam A2) V, as in the paper. Stores T x S maps."""
     A = softmax_map(q1, k1)
     if q2 is not None:
-        A = A - lam[..., None] * softmax_map(q2, k2)
-    return A.type_as(v) @ v.repeat_interleave(q1.shape[1] // v.shape[1], dim=1)
+        A = torch.addcmul(A, lam[..., None], softmax_map(q2, k2), value=-1)  # A1 - lam A2, in one pass
+    return A.type_as(v) @ shared(v, A.shape[1])
 
 
 def fused(q1, k1, q2, k2, v, lam):
@@ -146,10 +153,36 @@ def flash(q, k, v):
         # silence (on a CPU one that stores the maps). Zeros add nothing to q . k, so pad. One query
         # row (T = 1, generation) has no T x S map worth avoiding.
         q, k = F.pad(q, (0, E - D)), F.pad(k, (0, E - D))
-    mask = None if T in (1, S) else causal_mask(T, S, q.device)
+    mask = None if T in (1, S) else causal_mask(T, S, like=q)
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=T == S, scale=D**-0.5, enable_gqa=q.shape[1] != k.shape[1]
     )
+
+
+def blocks(q1, k1, q2, k2, v, lam, size=128):
+    """`eager` for a block of queries at a time, against the keys up to its last: the future is not computed at all.
+
+    The maps are combined before V, so one product with V is enough where `fused` takes two.
+    """
+
+    def rows(t, start, end):
+        return t if t is None else t[:, :, start:end]
+
+    past, v = k1.shape[2] - q1.shape[2], v.contiguous()
+    lam = lam if lam is None else lam.expand(q1.shape[:3])
+    y = []
+    # From the last block to the first, each cut from the one before: the gradient of a slice is as large as its source.
+    for start in reversed(range(0, q1.shape[2], size)):
+        k1, k2, v = (rows(t, 0, past + start + size) for t in (k1, k2, v))
+        now_q1, now_q2, now_lam = (rows(t, start, start + size) for t in (q1, q2, lam))
+        y.append(eager(now_q1, k1, now_q2, k2, v, now_lam))
+    return torch.cat(y[::-1], dim=2)
+
+
+def fastest(q1, k1, q2, k2, v, lam):
+    """On a CPU `blocks`, while the maps that it keeps for the backward pass are small; otherwise `fused`."""
+    path = blocks if v.device.type == "cpu" and v.shape[2] <= 1024 else fused
+    return path(q1, k1, q2, k2, v, lam)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -163,7 +196,7 @@ class Attention(nn.Module):
     head_multiple = 1  # n_head and n_kv_head come in multiples of this
     query_factor = 1  # query heads (softmax maps) for each of n_head
     value_factor = 1  # width of a value, in head sizes
-    use_fused = True  # speed only: both paths give the same answer
+    attend = staticmethod(fastest)  # or eager, fused, blocks: the answer is the same
 
     def __init__(self, cfg, layer):
         super().__init__()
@@ -196,8 +229,7 @@ class Attention(nn.Module):
         return y
 
     def forward(self, x, rope, cache=None):
-        attend = fused if self.use_fused else eager
-        y = self.finish(attend(*self.operands(x, rope, cache)))  # (B, heads, T, E)
+        y = self.finish(self.attend(*self.operands(x, rope, cache)))  # (B, heads, T, E)
         return self.out_proj(y.transpose(1, 2).flatten(2).type_as(x))  # (B, T, C)
 
     def maps(self, x, rope):

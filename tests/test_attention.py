@@ -6,6 +6,7 @@ Sizes are pairwise different, so that no wrong broadcast can pass.
 """
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,9 +15,10 @@ from torch.profiler import ProfilerActivity, profile
 
 import attention_numpy as reference
 import model
-from model import ATTENTIONS, GPTConfig, KVCache, eager, fused, softmax_map
+from model import ATTENTIONS, GPTConfig, KVCache, blocks, eager, fastest, fused, softmax_map
 
 B, T, D, H, LAYER = 3, 7, 10, 12, 2
+PATHS = {"eager": eager, "fused": fused, "blocks": partial(blocks, size=3)}  # T is no multiple of 3
 CASES = [(kind, kv) for kind in reference.LAYERS for kv in (0, 6, 4, 2)]  # 12 has even divisors to share by
 
 
@@ -66,11 +68,11 @@ def test_loops_are_matrices(causal, per_token):
     np.testing.assert_allclose(loops, matrices, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("use_fused", [True, False])
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("kind, kv", CASES)
-def test_layer_is_the_reference(kind, kv, use_fused):
+def test_layer_is_the_reference(kind, kv, path):
     cfg, layer, rope, x = make(kind, kv)
-    layer.use_fused = use_fused
+    layer.attend = PATHS[path]
     assert distance(cfg, layer, rope, x) < 1e-12
 
 
@@ -90,11 +92,11 @@ def test_maps_are_the_reference(kind, kv):
 
 
 @pytest.mark.parametrize("prefill", [1, 4, T - 1])
-@pytest.mark.parametrize("use_fused", [True, False])
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("kind, kv", CASES)
-def test_cache_is_the_reference(kind, kv, use_fused, prefill):
+def test_cache_is_the_reference(kind, kv, path, prefill):
     cfg, layer, rope, x = make(kind, kv)
-    layer.use_fused = use_fused
+    layer.attend = PATHS[path]
     cache = KVCache(T)
     pieces = [
         (0, prefill),
@@ -107,10 +109,10 @@ def test_cache_is_the_reference(kind, kv, use_fused, prefill):
 
 
 @pytest.mark.parametrize("kv", [0, 6, 2])
-@pytest.mark.parametrize("use_fused", [True, False])
-def test_gradients_of_diff_are_the_ones_by_hand(kv, use_fused):
+@pytest.mark.parametrize("path", PATHS)
+def test_gradients_of_diff_are_the_ones_by_hand(kv, path):
     cfg, layer, rope, x = make("diff", kv)
-    layer.use_fused = use_fused
+    layer.attend = PATHS[path]
     x.requires_grad_()
     cotangent = torch.randn(x.shape, generator=torch.Generator().manual_seed(3), dtype=x.dtype)
     layer(x, rope).backward(cotangent)
@@ -128,15 +130,16 @@ def test_gradients_of_diff_are_the_ones_by_hand(kv, use_fused):
 
 
 @pytest.mark.parametrize("kind, kv", [case for case in CASES if case[0] != "diff"])
-def test_gradients_of_eager_are_those_of_fused_and_of_differences(kind, kv):
+def test_gradients_of_all_paths_are_equal_and_those_of_differences(kind, kv):
     _, layer, rope, x = make(kind, kv)
     x.requires_grad_()
     cotangent = torch.randn(x.shape, generator=torch.Generator().manual_seed(3), dtype=x.dtype)
     grads = []
-    for layer.use_fused in (True, False):
+    for layer.attend in PATHS.values():
         grads.append(torch.autograd.grad(layer(x, rope), [x, *layer.parameters()], cotangent))
-    for a, b in zip(*grads):
+    for a, b, c in zip(*grads):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+        torch.testing.assert_close(a, c, rtol=0, atol=1e-10)
     # ... and one direction through everything at once, by central differences
     leaves = [x, *layer.parameters()]
     rng = torch.Generator().manual_seed(4)
@@ -182,7 +185,7 @@ def v2_halves(self, x, rope, cache=None):
 
 def edit_core(edit):
     """A planted core: edit(q1, k1, q2, k2, v, lam) -> y."""
-    return lambda patch: (patch.setattr(model, "fused", edit), patch.setattr(model, "eager", edit))
+    return lambda patch: patch.setattr(model.Attention, "attend", staticmethod(edit))
 
 
 def edit_kind(kind, **attributes):
@@ -290,9 +293,10 @@ def test_rows_and_signs():
     assert (A.triu(1) == 0).all()
 
 
-@pytest.mark.parametrize("path", [eager, fused])
+@pytest.mark.parametrize("path", PATHS)
 def test_limits(path):
     """lam = 0 is standard attention; two equal maps leave (1 - lam) of it."""
+    path = PATHS[path]
     q1, k1, q2, k2, v = random_operands()
     standard = path(q1, k1, None, None, v, None)
     zero, lam = torch.zeros((), dtype=torch.float64), torch.tensor(0.3, dtype=torch.float64)
@@ -300,11 +304,11 @@ def test_limits(path):
     torch.testing.assert_close(path(q1, k1, q1, k1, v, lam), 0.7 * standard, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("use_fused", [True, False])
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("kind, kv", CASES)
-def test_the_past_does_not_see_the_future(kind, kv, use_fused):
+def test_the_past_does_not_see_the_future(kind, kv, path):
     _, layer, rope, x = make(kind, kv)
-    layer.use_fused = use_fused
+    layer.attend = PATHS[path]
     changed = x.clone()
     changed[:, 4] += 1.0
     with torch.no_grad():
@@ -328,12 +332,24 @@ def test_rope_scores_depend_on_distance_only(kind):
 def test_fused_is_fused(kind, kv):
     """The CPU's flash kernel runs, forward and backward, and the one that stores maps does not."""
     _, layer, rope, x = make(kind, kv)
+    layer.attend = fused
     with profile(activities=[ProfilerActivity.CPU]) as prof:
         layer(x, rope).sum().backward()
     ran = {event.key for event in prof.key_averages()}
     assert "aten::_scaled_dot_product_flash_attention_for_cpu" in ran
     assert "aten::_scaled_dot_product_flash_attention_for_cpu_backward" in ran
     assert not {key for key in ran if "math" in key or "softmax" in key}
+
+
+def test_fastest_takes_blocks_while_maps_are_small(monkeypatch):
+    taken = []
+    monkeypatch.setattr(model, "blocks", lambda *_: taken.append("blocks"))
+    monkeypatch.setattr(model, "fused", lambda *_: taken.append("fused"))
+    for S in (1, 1024, 1025):
+        q = k = torch.zeros(1, 1, S, 2)
+        fastest(q, k, q, k, k, torch.zeros(()))
+    fastest(*[torch.zeros(1, 1, 8, 2, device="meta")] * 5, None)
+    assert taken == ["blocks", "blocks", "fused", "fused"]
 
 
 def test_lambda_by_hand():

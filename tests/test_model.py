@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import model
 from config import check_model
-from model import ATTENTIONS, GPT, GPTConfig, pick
+from model import ATTENTIONS, GPT, GPTConfig, blocks, eager, fused, pick
 
 KINDS = list(ATTENTIONS)
 SMALL = GPTConfig(block_size=16, vocab_size=31, n_layer=3, n_head=4, n_embd=24)
@@ -62,7 +62,7 @@ def test_flops_are_those_of_the_matrices_and_half_of_each_map(kind):
     cfg = replace(SMALL, attention=kind)
     gpt, T = GPT(cfg), 16
     for block in gpt.blocks:
-        block.attn.use_fused = False
+        block.attn.attend = eager
     with FlopCounterMode(display=False) as counted:
         gpt(ids(1, T))[0].sum().backward()
     per_token = counted.get_total_flops() / T
@@ -115,7 +115,7 @@ def test_both_paths_any_length_float64(kind):
     logits, _ = gpt(x)
     assert logits.dtype is torch.float64 and logits.shape == (2, 29, 31)
     for block in gpt.blocks:
-        block.attn.use_fused = False
+        block.attn.attend = eager
     torch.testing.assert_close(gpt(x)[0], logits, rtol=0, atol=1e-12)
 
 
@@ -145,12 +145,12 @@ def test_loss_is_the_mean_over_targets(kind):
     torch.testing.assert_close(gpt(x, skipped)[1], gpt(x[1:], y[1:])[1])
 
 
-@pytest.mark.parametrize("use_fused", [True, False])
+@pytest.mark.parametrize("path", [eager, fused, blocks])
 @pytest.mark.parametrize("kind", KINDS)
-def test_dropout_acts_in_training_only(kind, use_fused):
+def test_dropout_acts_in_training_only(kind, path):
     gpt = GPT(replace(SMALL, attention=kind, dropout=0.5))
     for block in gpt.blocks:
-        block.attn.use_fused = use_fused
+        block.attn.attend = path
     x = ids(2, 16)
     assert not torch.equal(gpt(x)[0], gpt(x)[0])
     gpt.eval()
