@@ -148,12 +148,11 @@ def fused(q1, k1, q2, k2, v, lam):
 def flash(q, k, v):
     """softmax(q k^T / sqrt(D)) v in one fused kernel: (B, H, T, D), (B, G, S, D), (B, G, S, E) -> (B, H, T, E)."""
     T, S, D, E = q.shape[2], k.shape[2], q.shape[3], v.shape[3]
-    if E > D and T > 1:
+    if E > D:
         # Flash kernels want q, k and v equally wide; given a wider v, PyTorch takes a slower kernel in
-        # silence (on a CPU one that stores the maps). Zeros add nothing to q . k, so pad. One query
-        # row (T = 1, generation) has no T x S map worth avoiding.
+        # silence (on a CPU one that stores the maps). Zeros add nothing to q . k, so pad.
         q, k = F.pad(q, (0, E - D)), F.pad(k, (0, E - D))
-    mask = None if T in (1, S) else causal_mask(T, S, like=q)
+    mask = None if T == S else causal_mask(T, S, like=q)
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=T == S, scale=D**-0.5, enable_gqa=q.shape[1] != k.shape[1]
     )
@@ -180,8 +179,12 @@ def blocks(q1, k1, q2, k2, v, lam, size=128):
 
 
 def fastest(q1, k1, q2, k2, v, lam):
-    """On a CPU `blocks`, while the maps that it keeps for the backward pass are small; otherwise `fused`."""
-    path = blocks if v.device.type == "cpu" and v.shape[2] <= 1024 else fused
+    """One new token is one row: `eager`. On a CPU `blocks`, while what they keep for the backward pass is small. Else
+    `fused`. Measured by experiments/speed.py."""
+    if q1.shape[2] == 1:
+        path = eager
+    else:
+        path = blocks if v.device.type == "cpu" and v.shape[2] <= 1024 else fused
     return path(q1, k1, q2, k2, v, lam)
 
 

@@ -341,15 +341,18 @@ def test_fused_is_fused(kind, kv):
     assert not {key for key in ran if "math" in key or "softmax" in key}
 
 
-def test_fastest_takes_blocks_while_maps_are_small(monkeypatch):
-    taken = []
-    monkeypatch.setattr(model, "blocks", lambda *_: taken.append("blocks"))
-    monkeypatch.setattr(model, "fused", lambda *_: taken.append("fused"))
-    for S in (1, 1024, 1025):
-        q = k = torch.zeros(1, 1, S, 2)
-        fastest(q, k, q, k, k, torch.zeros(()))
-    fastest(*[torch.zeros(1, 1, 8, 2, device="meta")] * 5, None)
-    assert taken == ["blocks", "blocks", "fused", "fused"]
+def test_fastest_chooses_by_device_and_length(monkeypatch):
+    monkeypatch.setattr(model, "eager", lambda *_: "eager")
+    monkeypatch.setattr(model, "blocks", lambda *_: "blocks")
+    monkeypatch.setattr(model, "fused", lambda *_: "fused")
+
+    def choice(T, S, device="cpu"):
+        q, k = (torch.zeros(1, 1, n, 2, device=device) for n in (T, S))
+        return fastest(q, k, q, k, k, None)
+
+    assert choice(1, 1) == choice(1, 2000) == choice(1, 9, "meta") == "eager"
+    assert choice(1024, 1024) == choice(2, 1024) == "blocks"
+    assert choice(1025, 1025) == choice(2, 1025) == choice(8, 8, "meta") == "fused"
 
 
 def test_lambda_by_hand():
