@@ -32,7 +32,7 @@ class TrainConfig:
     dataset: str = "stories"  # stories, shakespeare, or the path of a UTF-8 file
     tokenizer: str = "char"  # char, or bpe: byte pairs learned from the text
     bpe_vocab_size: int = 1024  # tokens
-    people: int = Difficulty.people  # stories: at most so many people, and at least two, each with a thing
+    people: int = Difficulty.people  # stories: people, each with a thing
     distractors: int = Difficulty.distractors  # stories: sentences about nothing
     sightings: int = Difficulty.sightings  # stories: sentences that could be taken for an answer
     restatements: int = Difficulty.restatements  # stories: facts said again

@@ -32,9 +32,9 @@ ALPHABET = "\n" + "".join([*NAMES, *COLOURS, *THINGS, *SCENES, FACT, SIGHTING, Q
 
 @dataclass(frozen=True)
 class Difficulty:
-    """What a story holds. All counts are exact, not averages, but for the number of people."""
+    """What a story holds. All counts are exact, not averages."""
 
-    people: int = 4  # at most: a story has two, or three, .. or this many, each with a thing of their own
+    people: int = 3  # each with a thing of their own
     distractors: int = 2  # sentences about nothing
     sightings: int = 0  # sentences in which somebody saw a thing, which is no answer
     restatements: int = 0  # facts said a second time, after all of them were said
@@ -49,10 +49,6 @@ class Difficulty:
             value, low, high = getattr(self, name), int(name in ("people", "questions")), highest.get(name, 99)
             if not low <= value <= high:
                 raise ValueError(f"{name}={value} must be from {low} to {high}: use {min(max(value, low), high)}")
-
-    def sizes(self):
-        """The numbers of people that a story may have. Mixed, since few are learned first, and then help with many."""
-        return range(min(2, self.people), self.people + 1)
 
 
 class Teller:
@@ -77,9 +73,9 @@ def generate(difficulty, seed, count):
     for _ in range(count):
         t = Teller(uniform)
         names, things = list(NAMES), list(THINGS)
-        facts = [(t.take(names), t.choose(COLOURS), t.take(things)) for _ in range(t.choose(d.sizes()))]
+        facts = [(t.take(names), t.choose(COLOURS), t.take(things)) for _ in range(d.people)]
         untold, sentences = iter(facts), []
-        kinds = ["fact"] * len(facts) + ["distractor"] * d.distractors + ["sighting"] * d.sightings
+        kinds = ["fact"] * d.people + ["distractor"] * d.distractors + ["sighting"] * d.sightings
         while kinds:
             kind = kinds[int(uniform() * len(kinds))]
             t.nats += math.log(len(kinds) / kinds.count(kind))  # not all of `choose`: which of its like is no choice
@@ -97,18 +93,12 @@ def generate(difficulty, seed, count):
 
 def expected(difficulty):
     """(nats, characters) of a story on average, exactly."""
-    sizes = difficulty.sizes()
-    nats, characters = zip(*(expected_of(difficulty, people) for people in sizes))
-    return math.log(len(sizes)) + sum(nats) / len(sizes), sum(characters) / len(sizes)
-
-
-def expected_of(d, people):
-    """The same of a story with that many people, without the choice of their number."""
-    kinds = (people, d.distractors, d.sightings)
+    d = difficulty
+    kinds = (d.people, d.distractors, d.sightings)
     retold = d.restatements + d.questions
-    nats = math.log(math.perm(len(NAMES), people) * math.perm(len(THINGS), people) * len(COLOURS) ** people)
+    nats = math.log(math.perm(len(NAMES), d.people) * math.perm(len(THINGS), d.people) * len(COLOURS) ** d.people)
     nats += math.log(math.factorial(sum(kinds)) / math.prod(map(math.factorial, kinds)))  # the order of the kinds
-    nats += d.distractors * math.log(len(SCENES)) + retold * math.log(people)
+    nats += d.distractors * math.log(len(SCENES)) + retold * math.log(d.people)
     nats += d.sightings * math.log(len(NAMES) * len(COLOURS) * len(THINGS))
 
     # A word is uniform over its list however it was drawn, so lengths add up by their means.
@@ -117,7 +107,9 @@ def expected_of(d, people):
         for template in (FACT, SIGHTING, QUESTION)
     )
     scene = sum(map(len, SCENES)) / len(SCENES)
-    length = (people + d.restatements) * fact + d.sightings * sighting + d.distractors * scene + d.questions * question
+    length = (
+        (d.people + d.restatements) * fact + d.sightings * sighting + d.distractors * scene + d.questions * question
+    )
     return nats, length + sum(kinds) + retold  # and after each sentence a space or the newline
 
 

@@ -1,6 +1,6 @@
 """What does the second map cost? Time and memory of training and generating, on whatever machine this is.
 
-    python -m experiments.speed                      # a quarter of an hour on two cores
+    python -m experiments.speed                      # half an hour on two cores
     python -m experiments.speed --steps=3 --longest=2048 --tokens=64   # a quick look
     python -m experiments.speed --peer=transformers  # and beside Hugging Face's Llama and DiffLlama
 
@@ -246,9 +246,10 @@ def generation(names, tokens, rounds=3):
         return (clock() - start,)
 
     turns = {name: partial(turn, model, temperature=0) for name, model in models.items()}
-    turns["diff, no cache"] = partial(turn, models["diff"], temperature=0, use_cache=False)
+    for name in [name for name in names if name in ATTENTIONS]:
+        turns[f"{name}, no cache"] = partial(turn, models[name], temperature=0, use_cache=False)
     with torch.no_grad():
-        return {name: tokens / seconds for name, (seconds,) in interleaved(turns, rounds, warm_up=0).items()}
+        return {name: tokens / seconds for name, (seconds,) in interleaved(turns, rounds, warm_up=1).items()}
 
 
 # ---------------------------------------------------------------------------------------------
