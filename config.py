@@ -39,7 +39,7 @@ class TrainConfig:
     questions: int = Difficulty.questions  # stories: questions at the end
 
     # the optimiser
-    max_iters: int = 8000  # updates
+    max_iters: int = 10000  # updates
     batch_size: int = 8  # windows a micro-batch
     gradient_accumulation_steps: int = 1  # micro-batches an update
     learning_rate: float = 3e-3  # at its highest

@@ -66,8 +66,8 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size))
         self.eps = eps
 
-    def forward(self, x):
-        return F.rms_norm(upcast(x), self.weight.shape, upcast(self.weight), self.eps).type_as(x)
+    def forward(self, x, factor=1.0):
+        return F.rms_norm(upcast(x), self.weight.shape, factor * upcast(self.weight), self.eps).type_as(x)
 
 
 def rope_table(cfg, start, end, like):
@@ -282,7 +282,7 @@ class DiffAttention(Attention):
         return q[:, 0::2], k[:, 0::2], q[:, 1::2], k[:, 1::2], v, self.lam()
 
     def finish(self, y):
-        return (1 - self.lambda_init) * self.subln(y)
+        return self.subln(y, factor=1 - self.lambda_init)
 
 
 class DiffAttentionV2(Attention):

@@ -22,6 +22,7 @@ class CompareConfig:
     dataset: str = "stories"  # stories, shakespeare, or the path of a UTF-8 file
     kinds: tuple[str, ...] = tuple(ATTENTIONS)  # the first is what the others are compared with
     seeds: int = 3  # runs of each kind
+    first_seed: int = 0  # of these runs; the others follow
     quick: bool = False  # one seed, a tenth of the steps: does it run?
     name: str = ""  # of the files in results/; empty means compare-DATASET
     train: TrainConfig = field(default_factory=TrainConfig)  # what all runs share
@@ -37,7 +38,7 @@ def compare(cfg):
             value in (unset, cfg.dataset),
             f"train.{name}={value!r}: the comparison sets this itself, from --dataset, --kinds and --seeds",
         )
-    seeds = range(1 if cfg.quick else cfg.seeds)
+    seeds = range(cfg.first_seed, cfg.first_seed + (1 if cfg.quick else cfg.seeds))
     base = replace(cfg.train, dataset=cfg.dataset)
     for kind in cfg.kinds:
         replace(base, attention=kind).check()  # all of them before the first is trained
@@ -48,7 +49,7 @@ def compare(cfg):
         for kind in cfg.kinds:
             print(f"\n--- {kind}, seed {seed}")
             runs[kind].append(trained(replace(base, attention=kind, seed=seed, data_seed=seed)))
-    numbers = {"settings": vars(base), "baseline": cfg.kinds[0], "kinds": {}}
+    numbers = {"settings": vars(base), "seeds": list(seeds), "baseline": cfg.kinds[0], "kinds": {}}
     for kind, results in runs.items():
         losses = [r["val_loss"] for r in results]
         numbers["kinds"][kind] = {
