@@ -138,7 +138,7 @@ def test_characters_round_trip(text):
     assert ids.max() < tokenizer.vocab_size == len(set(text))
 
 
-SOME = BPETokenizer.train("the cat sat on the mat, and the other cat sat on the hat\n" * 5, 300)
+SOME = BPETokenizer.train(["the cat sat on the mat, and the other cat sat on the hat\n"] * 5, 300)
 
 
 @given(texts)
@@ -150,10 +150,10 @@ def test_byte_pairs_round_trip(text):
 
 def test_byte_pairs_are_the_most_frequent_ones():
     """By hand: " ab" is a word three times, "ab" once: pair (a, b) is first with 4, then (space, ab) with 3."""
-    tokenizer = BPETokenizer.train("ab ab ab ab cd", 300)
+    tokenizer = BPETokenizer.train(["ab ab ab ab cd"], 300)
     assert tokenizer.tokens[256:] == [b"ab", b" ab"]
     assert tokenizer.encode("ab ab").tolist() == [256, 257]
-    assert BPETokenizer.train("aaaaaaaa", 258).tokens[256:] == [b"aa", b"aaaa"]
+    assert BPETokenizer.train(["aaaaaaaa"], 258).tokens[256:] == [b"aa", b"aaaa"]
     assert tokenizer.encode("<|endoftext|>").size == 13
 
 
