@@ -131,10 +131,11 @@ def load(name, tokenizer="auto", bpe_vocab_size=1024, difficulty=None, cache=Non
     if name == "fineweb" or name not in corpora.SOURCES and Path(name).is_dir():
         folder = corpora.fetch(name, cache) if name == "fineweb" else Path(name)
         return Dataset(folder, *tokenfiles.describe(folder, tokenizer))
+    two_texts = name in ("tinystories", "openwebtext")  # one to train, one to validate
     if tokenizer == "auto":
-        tokenizer = "gpt2" if name in ("tinystories", "openwebtext") else "char"
+        tokenizer = "gpt2" if two_texts else "char"
     kind = tokenizer + (f"-{bpe_vocab_size}" if tokenizer == "bpe" else "")
-    if name in ("tinystories", "openwebtext"):
+    if two_texts:
         key = f"{name}-{kind}-{_hash(json.dumps(corpora.SOURCES[name]))}"
         return _open(cache / key, lambda: _prepare_text(corpora.texts(name, cache), tokenizer, bpe_vocab_size))
     if name == "shakespeare":

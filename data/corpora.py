@@ -152,7 +152,7 @@ def fetch(name, folder):
 def download(url, path):
     """Fetches url to path, a megabyte at a time. What has arrived stays in path.part, and the next try goes on there.
 
-    Two processes at once do no harm: they write the same bytes in the same places.
+    Two processes at once write the same bytes in the same places.
     """
     part = path.with_name(f"{path.name}.part")
     have = part.stat().st_size if part.exists() else 0
@@ -181,5 +181,5 @@ def download(url, path):
             f"{url} could not be fetched ({reason}): {kept}, the next try goes on from there;"
             " --dataset=stories and --dataset=PATH need no download"
         ) from None
-    if not path.exists():
+    if not path.exists():  # else another process was faster
         os.replace(part, path)

@@ -14,7 +14,7 @@ import numpy as np
 from . import tokenizers
 
 HEADER, MAGIC = 1024, 20240520
-CHUNK = 1 << 24  # ids read at a time
+CHUNK = 1 << 22  # ids read at a time
 
 
 def find(folder, split):
