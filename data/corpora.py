@@ -3,10 +3,10 @@
     for piece in pieces("my.txt"): ...
     folder = fetch("tinystories", "data/cache")
 
-A download goes to NAME.part, goes on where an earlier one stopped, and gets its name once its sha256 is the one below;
-the revisions are fixed, so everybody trains on the same bytes. The files stay the property of those who made them:
-tinyshakespeare is A. Karpathy's, tinystories R. Eldan's and Y. Li's (CDLA-Sharing-1.0), openwebtext A. Gokaslan's and
-V. Cohen's (CC0), fineweb Hugging Face's (ODC-By 1.0), tokenized by K. Jordan.
+A download goes to NAME.part and goes on where an earlier one stopped. A file is used if its sha256 is the one below, so
+everybody trains on the same bytes. The texts are not this project's: tinyshakespeare comes from A. Karpathy's char-rnn,
+tinystories from R. Eldan and Y. Li (CDLA-Sharing-1.0), openwebtext from A. Gokaslan and V. Cohen (CC0), fineweb from
+Hugging Face (ODC-By 1.0), its ids from K. Jordan.
 """
 
 import hashlib

@@ -52,18 +52,20 @@ def largest_id(files):
 def describe(folder, tokenizer="auto"):
     """(meta, tokenizer, {split: files}) of a folder that anybody made, its ids checked against the vocabulary."""
     files = {split: find(folder, split) for split in ("train", "val")}
-    path, meta = folder / "meta.json", {"tokenizer": {"kind": "gpt2"}}
+    path, meta, kind = folder / "meta.json", {"tokenizer": {"kind": "gpt2"}}, "gpt2"
     text = next(folder.glob("*.txt"), "TEXT")
-    way_out = f'use --dataset={text}, or write {path} like {{"tokenizer": {{"kind": "char", "chars": "abc"}}}}'
+    example = '{"tokenizer": {"kind": "char", "chars": "abc"}}'
+    way_out = f"use the text itself, --dataset={text}, or write its characters to {path}, as in {example}"
     if path.exists():
         try:
             meta = json.loads(path.read_text(encoding="utf-8"))
-            meta["tokenizer"]["kind"], tokenizers.from_dict(meta["tokenizer"])
+            kind = meta["tokenizer"]["kind"]
+            tokenizers.from_dict(meta["tokenizer"])
         except (ValueError, LookupError, TypeError) as error:
             raise ValueError(f"{path} does not describe a tokenizer ({type(error).__name__}): {way_out}") from None
     elif tokenizer == "auto" and (folder / "meta.pkl").exists():
         raise ValueError(f"{folder / 'meta.pkl'} is a pickle, which could run code, and is never read: {way_out}")
-    kind, own = meta["tokenizer"]["kind"], tokenizers.from_dict(meta["tokenizer"])
+    own = tokenizers.from_dict(meta["tokenizer"])
     if tokenizer not in ("auto", kind):
         raise ValueError(f"tokenizer={tokenizer!r}: the ids in {folder} are those of {kind}, use --tokenizer=auto")
     largest = largest_id(chain(*files.values()))

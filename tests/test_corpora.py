@@ -297,7 +297,7 @@ def test_a_split_shorter_than_the_window(tiny, tmp_path, block_size, fits):
     ],
 )  # fmt: skip
 def test_token_files_that_cannot_be_used(tmp_path, make, part):
-    """Also report 5: ids that the vocabulary lacks are refused at the start, naming the largest."""
+    """Report 5: ids above the vocabulary are refused at the start, naming the largest. Report 9: no such folder."""
     folder = tmp_path / "tokens"
     raw(folder / "train.bin", range(300, 400)), raw(folder / "val.bin", range(300, 400))
     assert data.load(str(folder)).tokenizer.vocab_size == 50257
@@ -330,7 +330,8 @@ def test_characters_of_nanogpt(tmp_path, monkeypatch):
     folder = Path("shakespeare_char")
     raw(folder / "train.bin", [chars.index(c) for c in text]), raw(folder / "val.bin", [chars.index(c) for c in text])
     with pytest.raises(
-        ValueError, match=f"{len(chars) - 1} as its largest id, so it is not GPT-2's: use --dataset=TEXT"
+        ValueError,
+        match=f"{len(chars) - 1} as its largest id, so it is not GPT-2's: use the text itself, --dataset=TEXT",
     ):
         data.load("shakespeare_char")
     (folder / "meta.pkl").write_bytes(pickle.dumps(Hook()))

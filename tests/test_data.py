@@ -58,6 +58,7 @@ def test_every_window_can_be_drawn(tmp_path):
 
 @pytest.mark.parametrize("block_size, fits", [(40, False), (39, True), (64, False)])
 def test_text_shorter_than_the_window(tmp_path, block_size, fits):
+    """C01 and report 1."""
     dataset = of_text(tmp_path, "abcdefgh" * 50)  # 360 and 40 ids
     if fits:
         assert dataset.val_windows(5, block_size)[0].shape == (1, block_size)
@@ -158,6 +159,7 @@ def test_byte_pairs_are_the_most_frequent_ones():
 
 
 def test_unknown_characters_are_named():
+    """C12 and report 3: a prompt of characters that the text lacks."""
     with pytest.raises(ValueError, match="no 'éü'.*abc"):
         CharTokenizer("abc").encode("aüéa")
 
