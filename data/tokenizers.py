@@ -1,10 +1,12 @@
-"""Text to token ids and back: characters, or a small byte-pair encoding trained on the text itself.
+"""Text to token ids and back: characters, byte pairs learned from the text itself, or GPT-2's.
 
 A tokenizer is kept as plain JSON (`to_dict`, `from_dict`) beside its token files and inside every
 checkpoint, so that a checkpoint alone can print text. Ids are below 65,536: files hold them as uint16.
 """
 
 import base64
+import hashlib
+import os
 from collections import Counter, defaultdict
 
 import numpy as np
@@ -54,7 +56,7 @@ class BPETokenizer:
         self.vocab_size = len(tokens)
 
     def encode(self, text):
-        return np.array(self.encoding.encode_ordinary(text), dtype=np.uint16)
+        return self.encoding.encode_to_numpy(text, allowed_special="all").astype(np.uint16)
 
     def first(self):
         """The ids that a text from nothing starts with: a new line."""
@@ -68,14 +70,16 @@ class BPETokenizer:
         return {"kind": "bpe", "pattern": self.pattern, "tokens": tokens}
 
     @classmethod
-    def train(cls, text, vocab_size):
+    def train(cls, pieces, vocab_size):
         """Joins the most frequent pair of neighbours into a new token, again and again (Sennrich et al. 2016).
 
-        Ends early when no pair is left that occurs twice.
+        The text comes in pieces that end between words. Ends early when no pair is left that occurs twice.
         """
         import regex
 
-        counts = Counter(regex.findall(PATTERN, text))  # a word's merges do not depend on where it stands
+        counts = Counter()  # a word's merges do not depend on where it stands
+        for piece in pieces:
+            counts.update(regex.findall(PATTERN, piece))
         words = [[bytes([b]) for b in word.encode()] for word in counts]
         times = list(counts.values())
         pairs, where = Counter(), defaultdict(set)  # a pair's number of occurrences, the words that hold it
@@ -109,8 +113,44 @@ class BPETokenizer:
         return cls(tokens)
 
 
+GPT2_FILES = [
+    "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/" + f for f in ("vocab.bpe", "encoder.json")
+]
+
+
+class GPT2Tokenizer(BPETokenizer):
+    """GPT-2's byte pairs, through tiktoken: it fetches the two published files once and checks their sha256.
+
+    "<|endoftext|>" in a text is the one token of that name.
+    """
+
+    vocab_size = 50257
+
+    def __init__(self):
+        import tiktoken
+
+        try:
+            self.encoding = tiktoken.get_encoding("gpt2")
+        except OSError as error:
+            folder = os.environ.get("TIKTOKEN_CACHE_DIR", "not set")
+            files = " and ".join(f"{url} as {hashlib.sha1(url.encode()).hexdigest()}" for url in GPT2_FILES)
+            raise OSError(
+                f"GPT-2's vocabulary could not be fetched ({type(error).__name__}): put {files} into a folder,"
+                f" and name that folder in TIKTOKEN_CACHE_DIR (now {folder})"
+            ) from None
+
+    def first(self):
+        """The ids that a text from nothing starts with: <|endoftext|>."""
+        return [self.encoding.eot_token]
+
+    def to_dict(self):
+        return {"kind": "gpt2"}
+
+
 def from_dict(d):
     """The tokenizer that `to_dict` wrote."""
     if d["kind"] == "char":
         return CharTokenizer(d["chars"])
+    if d["kind"] == "gpt2":
+        return GPT2Tokenizer()
     return BPETokenizer([base64.b64decode(token) for token in d["tokens"]], d["pattern"])

@@ -58,6 +58,7 @@ def test_every_window_can_be_drawn(tmp_path):
 
 @pytest.mark.parametrize("block_size, fits", [(40, False), (39, True), (64, False)])
 def test_text_shorter_than_the_window(tmp_path, block_size, fits):
+    """C01 and report 1."""
     dataset = of_text(tmp_path, "abcdefgh" * 50)  # 360 and 40 ids
     if fits:
         assert dataset.val_windows(5, block_size)[0].shape == (1, block_size)
@@ -138,7 +139,7 @@ def test_characters_round_trip(text):
     assert ids.max() < tokenizer.vocab_size == len(set(text))
 
 
-SOME = BPETokenizer.train("the cat sat on the mat, and the other cat sat on the hat\n" * 5, 300)
+SOME = BPETokenizer.train(["the cat sat on the mat, and the other cat sat on the hat\n"] * 5, 300)
 
 
 @given(texts)
@@ -150,14 +151,15 @@ def test_byte_pairs_round_trip(text):
 
 def test_byte_pairs_are_the_most_frequent_ones():
     """By hand: " ab" is a word three times, "ab" once: pair (a, b) is first with 4, then (space, ab) with 3."""
-    tokenizer = BPETokenizer.train("ab ab ab ab cd", 300)
+    tokenizer = BPETokenizer.train(["ab ab ab ab cd"], 300)
     assert tokenizer.tokens[256:] == [b"ab", b" ab"]
     assert tokenizer.encode("ab ab").tolist() == [256, 257]
-    assert BPETokenizer.train("aaaaaaaa", 258).tokens[256:] == [b"aa", b"aaaa"]
+    assert BPETokenizer.train(["aaaaaaaa"], 258).tokens[256:] == [b"aa", b"aaaa"]
     assert tokenizer.encode("<|endoftext|>").size == 13
 
 
 def test_unknown_characters_are_named():
+    """C12 and report 3: a prompt of characters that the text lacks."""
     with pytest.raises(ValueError, match="no 'éü'.*abc"):
         CharTokenizer("abc").encode("aüéa")
 
