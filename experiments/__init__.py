@@ -33,15 +33,8 @@ def fingerprint(cfg):
     root = Path(__file__).parent.parent
     digest = hashlib.sha256(json.dumps(asdict(replace(cfg, **PLACE)), sort_keys=True).encode())
     digest.update(pick_device(cfg.device).type.encode())
-    for file in (
-        "model.py",
-        "train.py",
-        "data/__init__.py",
-        "data/stories.py",
-        "data/tokenizers.py",
-        "data/shakespeare.py",
-    ):
-        digest.update((root / file).read_bytes())
+    for file in (root / "model.py", root / "train.py", *sorted(root.glob("data/*.py"))):
+        digest.update(file.read_bytes())
     if Path(cfg.dataset).is_file():
         digest.update(Path(cfg.dataset).read_bytes())
     return f"{Path(cfg.dataset).stem}-{cfg.attention}-{digest.hexdigest()[:12]}"

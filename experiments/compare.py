@@ -19,7 +19,7 @@ from model import ATTENTIONS
 
 @dataclass
 class CompareConfig:
-    dataset: str = "stories"  # stories, shakespeare, or the path of a UTF-8 file
+    dataset: str = "stories"  # whatever train.py takes
     kinds: tuple[str, ...] = tuple(ATTENTIONS)  # the first is what the others are compared with
     seeds: int = 3  # runs of each kind
     first_seed: int = 0  # of these runs; the others follow
