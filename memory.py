@@ -6,8 +6,8 @@
 
 24 C is what one layer keeps of a token for the backward pass: norms 6 C, attention 5 C to 10 C by kind, SwiGLU
 4 x 8/3 C, and a test counts it. 3 V: logits, their log-softmax, and its gradient. With --grad_checkpoint a layer
-keeps its input alone, C, and one layer at a time computes its 24 C again. In 16 bits it is 19 C (norms and the
-residual stream stay in float32), and 2 bytes a parameter more, for rounded weights.
+keeps its input alone, C, and one layer at a time computes its 24 C again. In 16 bits they are 16 C (norms and the
+residual stream stay in float32), and a parameter takes 2 bytes more, for its rounded copy.
 """
 
 import math
@@ -22,7 +22,7 @@ GB = 1e9
 def estimate(cfg, params, tokens, sixteen_bits=False, grad_checkpoint=False):
     """Bytes that training a GPTConfig takes in one process, for micro-batches of so many tokens."""
     C, L = cfg.n_embd, cfg.n_layer
-    layer = (19 if sixteen_bits else 24) * C
+    layer = (16 if sixteen_bits else 24) * C
     kept = C * L + layer if grad_checkpoint else layer * L
     return 0.4 * GB + (18 if sixteen_bits else 16) * params + 4 * tokens * (kept + 3 * cfg.vocab_size)
 

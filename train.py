@@ -153,9 +153,9 @@ def train(cfg, team=ALONE):
 
     forward = model
     if cfg.compile == "on" or (cfg.compile == "auto" and device.type == "cuda"):
-        zeros = torch.zeros(cfg.batch_size, cfg.block_size, dtype=torch.long, device=device)
+        batch = [to_device(a, device) for a in dataset.batch(step, cfg.batch_size, cfg.block_size, cfg.data_seed)]
         with memory.in_words(needs):
-            forward = team.together(lambda: compiled(model, (zeros, zeros), autocast, cfg.compile))
+            forward = team.together(lambda: compiled(model, batch, autocast, cfg.compile))
     forward = team.share(forward)
 
     # The folder, which the first process alone writes

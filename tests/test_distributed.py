@@ -110,7 +110,7 @@ def test_two_processes_are_one(tiny):
     assert first["stopped"] == second["stopped"] == {"interrupted": signal.SIGINT, "out_dir": "stopped", "steps": 2}
     assert checkpoint.load("stopped/ckpt.pt")["step"] == 2
     assert "at update 2" in first["diverged"] and first["diverged"] == second["diverged"]
-    assert "none/ckpt.pt does not exist" in first["missing"] and first["missing"] == second["missing"]
+    assert "none/best.pt does not exist" in first["missing"] and first["missing"] == second["missing"]
     assert not Path("missing").exists()
     assert done.stderr.count("train.py: only the second process sees this") == 1 and done.returncode == 1
     assert done.stdout.count("two: update 0 of 6") == 1
