@@ -1,13 +1,14 @@
 """How much memory a training step takes: said before it starts, and again if there was too little.
 
-    PyTorch itself, and what its allocator holds back     0.4 GB
-    weights, gradients, AdamW's two moments               16 bytes a parameter
-    activations, for each token of a micro-batch          4 bytes x (24 C a layer + 3 V)
+    PyTorch itself                                       0.4 GB
+    weights, gradients, AdamW's two moments              16 bytes a parameter
+    activations, for each token of a micro-batch         4 bytes x (24 C (L + 1) + 3 V)
 
-24 C is what one layer keeps of a token for the backward pass: norms 6 C, attention 5 C to 10 C by kind, SwiGLU
-4 x 8/3 C, and a test counts it. 3 V: logits, their log-softmax, and its gradient. With --grad_checkpoint a layer
-keeps its input alone, C, and one layer at a time computes its 24 C again. In 16 bits they are 16 C (norms and the
-residual stream stay in float32), and a parameter takes 2 bytes more, for its rounded copy.
+24 C is what each of the L layers keeps of a token for the backward pass: norms 6 C, attention 5 C to 10 C by kind,
+SwiGLU 4 x 8/3 C (a test counts it); and a layer whose turn it is needs as much again for gradients. 3 V: logits,
+their log-softmax and its gradient. With --grad_checkpoint a layer keeps its input alone, C, and computes its 24 C
+when its turn comes. In 16 bits they are 16 C (norms and the residual stream stay in float32), and a parameter takes
+2 bytes more, for its rounded copy. On a CPU activations take half as much again: its allocator leaves gaps.
 """
 
 import math
@@ -19,12 +20,12 @@ import torch
 GB = 1e9
 
 
-def estimate(cfg, params, tokens, sixteen_bits=False, grad_checkpoint=False):
+def estimate(cfg, params, tokens, sixteen_bits=False, grad_checkpoint=False, on_cpu=False):
     """Bytes that training a GPTConfig takes in one process, for micro-batches of so many tokens."""
-    C, L = cfg.n_embd, cfg.n_layer
-    layer = (16 if sixteen_bits else 24) * C
-    kept = C * L + layer if grad_checkpoint else layer * L
-    return 0.4 * GB + (18 if sixteen_bits else 16) * params + 4 * tokens * (kept + 3 * cfg.vocab_size)
+    C, L, layer = cfg.n_embd, cfg.n_layer, cfg.n_embd * (16 if sixteen_bits else 24)
+    kept = C * L + 2 * layer if grad_checkpoint else layer * (L + 1)
+    activations = 4 * tokens * (kept + 3 * cfg.vocab_size) * (1.5 if on_cpu else 1)
+    return 0.4 * GB + (18 if sixteen_bits else 16) * params + activations
 
 
 def available(device):
@@ -42,12 +43,13 @@ LOWER = (
 
 def plan(cfg, model_cfg, params, device, sixteen_bits, processes=1):
     """What each of the processes on this machine takes, in words, and whether there is so much."""
-    tokens = cfg.batch_size * cfg.block_size
-    sizes = [estimate(model_cfg, params, tokens, sixteen_bits, flag) / GB for flag in (False, True)]
-    there = available(device) / GB / (1 if device.type == "cuda" else processes)
+    tokens, cpu = cfg.batch_size * cfg.block_size, device.type == "cpu"
+    sizes = [estimate(model_cfg, params, tokens, sixteen_bits, flag, cpu) / GB for flag in (False, True)]
+    there = available(device) / GB / (processes if cpu else 1)
     needed, other = sizes[cfg.grad_checkpoint], sizes[not cfg.grad_checkpoint]
     flag = f"{other:.1f} {'without' if cfg.grad_checkpoint else 'with'} --grad_checkpoint"
-    return f"about {needed:.1f} of {there:.1f} GB of memory{' a process' * (processes > 1)} ({flag})", needed <= there
+    each = " a process" * (processes > 1)
+    return f"about {needed:.1f} GB of memory{each}, of {there:.1f} ({flag})", needed <= there
 
 
 @contextmanager

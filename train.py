@@ -127,7 +127,7 @@ def train(cfg, team=ALONE):
     if cfg.dtype not in ("auto", dtype):
         print(f"warning: this GPU has no {cfg.dtype} of its own: {dtype} instead")
     if not cfg.eval_only:
-        print(needs if fits else f"warning: {needs} will not do: {memory.LOWER}")
+        print(needs if fits else f"warning: this needs {needs}: {memory.LOWER}")
 
     # The model and its optimiser
     with memory.in_words(needs):

@@ -103,6 +103,9 @@ def test_checkpoints_of_compiled_models(tiny, monkeypatch):
     for name in plain:
         torch.testing.assert_close(plain[name], to[name])
         torch.testing.assert_close(plain[name], back[name])
+    gpt, idx = GPT(GPTConfig(n_layer=1)), torch.zeros(1, 8, dtype=torch.long)
+    assert device.compiled(gpt, (idx, idx), torch.autocast("cpu", enabled=False), "on") is not gpt
+    assert all(p.grad is None for p in gpt.parameters())  # the trial leaves nothing for the first update
 
 
 @pytest.mark.parametrize("at_once", [True, False])

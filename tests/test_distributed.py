@@ -78,7 +78,16 @@ def script(cfg, team, train=training.train):
 def test_two_processes_are_one(tiny):
     cfg = tiny(**RUN)
     flags = [f"--{name}={getattr(cfg, name)}" for name in vars(cfg) if getattr(cfg, name) != getattr(type(cfg)(), name)]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", __file__, *flags]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local_addr=localhost",
+        "--nproc_per_node=2",
+        __file__,
+        *flags,
+    ]
     done = subprocess.run(torchrun, capture_output=True, text=True, timeout=120)
     assert Path("seen-1.json").exists(), done.stderr
     first, second = (json.loads(Path(f"seen-{rank}.json").read_text()) for rank in (0, 1))

@@ -57,25 +57,27 @@ def test_estimate_is_what_autograd_keeps(kind, sixteen_bits):
 
 
 def test_estimates_of_known_sizes():
-    """Weights, gradients and moments of 100 parameters; the logits of one token, three times; the layers' inputs."""
+    """Weights, gradients and moments of 100 parameters; a token's logits, three times; a layer's 24 C, or its input."""
     flat = replace(SMALL, n_layer=0, vocab_size=1000)
     fixed = memory.estimate(flat, 0, 0)
     assert memory.estimate(flat, 100, 0) - fixed == pytest.approx(1600)
-    assert memory.estimate(flat, 0, 1) - fixed == pytest.approx(12_000)
-    deep = [memory.estimate(replace(SMALL, n_layer=n), 0, 1, grad_checkpoint=True) for n in (10, 11)]
-    assert deep[1] - deep[0] == pytest.approx(4 * SMALL.n_embd)
+    wide = replace(flat, vocab_size=2000)
+    assert memory.estimate(wide, 0, 1) - memory.estimate(flat, 0, 1) == pytest.approx(12_000)
+    for again, floats in ((True, SMALL.n_embd), (False, 24 * SMALL.n_embd)):
+        few, many = (memory.estimate(replace(SMALL, n_layer=n), 0, 1, grad_checkpoint=again) for n in (10, 11))
+        assert many - few == pytest.approx(4 * floats)
 
 
 def test_a_run_says_what_it_takes(tiny, capsys, monkeypatch):
     train(tiny(max_iters=0))
-    assert "about 0.4 of" in capsys.readouterr().out
+    assert "about 0.4 GB of memory, of" in capsys.readouterr().out
     monkeypatch.setattr(memory, "available", lambda device: 0.3e9)
     train(tiny(max_iters=0))
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
-    assert "about 0.4 of 0.3 GB" in line and "--batch_size" in line
+    assert "needs about 0.4 GB of memory, of 0.3 (0.4 with --grad_checkpoint): lower" in line and "--batch_size" in line
     gpu = replace(TrainConfig(), **PRESETS["gpu"])
     plan, fits = memory.plan(gpu, gpu.model_config(65), 10_649_088, torch.device("cpu"), False, processes=2)
-    assert plan == "about 4.2 of 0.1 GB of memory a process (1.3 with --grad_checkpoint)" and not fits
+    assert plan == "about 6.9 GB of memory a process, of 0.1 (2.6 with --grad_checkpoint)" and not fits
     assert math.isfinite(memory.available(torch.device("cpu")))
 
 
@@ -93,7 +95,5 @@ def test_too_little_memory_is_said_in_a_sentence(error, tiny, monkeypatch):
         with pytest.raises(KeyError):
             train(tiny(eval_windows=1))
         return
-    with pytest.raises(
-        MemoryError, match=r"out of memory: the estimate was about 0.4 of .* GB.*--batch_size.*--grad_ch"
-    ):
+    with pytest.raises(MemoryError, match=r"out of memory: the estimate was about 0.4 GB.*--batch_size.*--grad_ch"):
         train(tiny(eval_windows=1))
