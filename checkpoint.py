@@ -12,7 +12,6 @@ and renamed when it is whole, so that a kill at any moment leaves the previous o
 
 import json
 import os
-import subprocess
 from pathlib import Path
 
 import torch
@@ -114,19 +113,5 @@ class Log:
 
 def read_log(run):
     """The lines of log.jsonl, dicts; a last line that a kill cut short is left out."""
-    lines = []
-    for line in (Path(run) / "log.jsonl").read_text(encoding="utf-8").splitlines():
-        try:
-            lines.append(json.loads(line))
-        except ValueError:
-            break
-    return lines
-
-
-def commit():
-    """The commit of this code, or None where that cannot be known."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
+    text = (Path(run) / "log.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]

@@ -44,7 +44,7 @@ class TrainConfig:
     # the optimiser
     max_iters: int = 10000  # updates
     batch_size: int = 8  # windows a micro-batch
-    gradient_accumulation_steps: int = 1  # micro-batches an update
+    gradient_accumulation_steps: int = 1  # micro-batches an update, in each process of torchrun's
     learning_rate: float = 1.5e-3  # at its highest
     min_lr: float = 0.0  # at the end
     warmup_iters: int = 50  # updates
@@ -64,11 +64,12 @@ class TrainConfig:
     data_seed: int = 0  # batches
     device: str = "auto"  # auto, cuda, mps or cpu
     dtype: str = "auto"  # auto, float32, bfloat16 or float16: what matrix products are computed in
-    compile: str = "auto"  # auto, on or off: torch.compile; auto is on for CUDA
+    compile: str = "auto"  # auto, on or off: torch.compile; auto is on for CUDA, where it works
+    grad_checkpoint: bool = False  # less memory, a third more work: layers are computed again for their gradients
     resume: bool = False  # go on with the run in out_dir
     init_from: str = ""  # start from the best weights of this run
     eval_only: bool = False  # evaluate the run in out_dir, train nothing
-    preset: str = "laptop"  # laptop, long, shakespeare or gpu: other defaults for all of the above
+    preset: str = "laptop"  # laptop, long, shakespeare, gpu, gpt2 or paper: other defaults for all of the above
 
     def model_config(self, vocab_size=GPTConfig.vocab_size):
         own = {f.name: getattr(self, f.name) for f in fields(GPTConfig) if f.name != "vocab_size"}
@@ -114,6 +115,20 @@ PRESETS = {
         dropout=0.2, init_std=0.05, learning_rate=1e-3, min_lr=1e-4, lr_schedule="cosine", warmup_iters=100,
         eval_windows=400,
     ),
+    # the smallest GPT-2, 124 M parameters, with the settings of the GPT-3 paper for that size (arXiv 2005.14165, table
+    # 2.1 and appendix B): 0.5 M tokens an update, a warm-up of 375 M, then once through 10 B; not tried here
+    "gpt2": dict(
+        dataset="fineweb", tokenizer="gpt2", n_layer=12, n_head=12, n_embd=768, block_size=1024, init_std=0.036,
+        batch_size=16, gradient_accumulation_steps=32, max_iters=19073, learning_rate=6e-4, min_lr=6e-5,
+        lr_schedule="cosine", warmup_iters=715, beta2=0.95, eval_windows=400,
+    ),
+    # the smallest of the paper's scaling runs (section 3.2, appendix E): 830 M parameters with its vocabulary, 757 M
+    # with GPT-2's; 0.25 M tokens an update; not tried here
+    "paper": dict(
+        dataset="fineweb", tokenizer="gpt2", n_layer=24, n_head=16, n_embd=1536, block_size=2048, init_std=0.0255,
+        batch_size=4, gradient_accumulation_steps=32, max_iters=40000, learning_rate=1.5e-4, warmup_iters=375,
+        weight_decay=0.05, eval_windows=400,
+    ),
 }  # fmt: skip
 CHOICES = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
@@ -122,8 +137,12 @@ CHOICES = {
     "tokenizer": ("auto", "char", "bpe", "gpt2"),
     "preset": tuple(PRESETS),
 }
-# What may differ when a run is resumed: the rest would make it another run.
-MAY_CHANGE = "max_iters out_dir eval_interval log_interval device compile resume init_from eval_only preset".split()
+# What may differ when a run is resumed: the rest would make it another run. (The windows of an update must not, but
+# how they are cut may.)
+MAY_CHANGE = (
+    "max_iters out_dir eval_interval log_interval device compile grad_checkpoint batch_size"
+    " gradient_accumulation_steps resume init_from eval_only preset"
+).split()
 
 
 def check_model(cfg):

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 
 @dataclass
@@ -347,6 +348,8 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
+    grad_checkpoint = False  # memory only: a block keeps its input, and computes the rest again for its gradient
+
     def __init__(self, cfg, seed=0):
         super().__init__()
         self.cfg = cfg
@@ -367,6 +370,8 @@ class GPT(nn.Module):
         values depend on the seed and its name only, so kinds start from equal weights where they share them.
         """
         for name, p in self.named_parameters():
+            if p.is_meta:  # a model to count with: it has no values
+                continue
             generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
             if p.ndim == 2:
                 p.copy_(torch.randn(p.shape, generator=generator, device="cpu") * self.cfg.init_std)
@@ -381,7 +386,10 @@ class GPT(nn.Module):
         past = caches[0].length if caches else 0
         rope = rope_table(self.cfg, past, past + idx.shape[1], like=x)
         for block, cache in zip(self.blocks, caches or [None] * len(self.blocks)):
-            x = block(x, rope, cache)
+            if self.grad_checkpoint and torch.is_grad_enabled():
+                x = checkpoint(block, x, rope, cache, use_reentrant=False)
+            else:
+                x = block(x, rope, cache)
         return self.norm(x)
 
     def forward(self, idx, targets=None):

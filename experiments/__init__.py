@@ -12,11 +12,10 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import numpy
 import torch
 
 import checkpoint
-from device import pick_device
+from device import made_with, pick_device
 
 RESULTS = Path(__file__).parent / "results"
 RUNS = checkpoint.RUNS / "experiments"
@@ -33,7 +32,7 @@ def fingerprint(cfg):
     root = Path(__file__).parent.parent
     digest = hashlib.sha256(json.dumps(asdict(replace(cfg, **PLACE)), sort_keys=True).encode())
     digest.update(pick_device(cfg.device).type.encode())
-    for file in (root / "model.py", root / "train.py", *sorted(root.glob("data/*.py"))):
+    for file in (root / "model.py", root / "train.py", root / "evaluate.py", *sorted(root.glob("data/*.py"))):
         digest.update(file.read_bytes())
     if Path(cfg.dataset).is_file():
         digest.update(Path(cfg.dataset).read_bytes())
@@ -52,7 +51,7 @@ def trained(cfg):
         result = train(replace(cfg, out_dir=str(run), resume=(run / "ckpt.pt").exists()))
         if "interrupted" in result:
             sys.exit(128 + result["interrupted"])
-        text = json.dumps({**result, "commit": checkpoint.commit()})
+        text = json.dumps({**result, "commit": made_with(None)["commit"]})
         checkpoint.write(done, lambda file: file.write(text.encode()))
     return json.loads(done.read_text())
 
@@ -83,11 +82,7 @@ def print_table(rows):
 def save(path, numbers):
     """Writes the numbers, and what they were measured with, to a .json file."""
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
-    made_with = {
-        "device": machine, "threads": torch.get_num_threads(), "torch": torch.__version__, "numpy": numpy.__version__,
-        "python": platform.python_version(), "commit": checkpoint.commit(),
-    }  # fmt: skip
-    text = json.dumps({"made_with": made_with, **numbers}, indent=1)
+    text = json.dumps({"made_with": made_with(machine), **numbers}, indent=1)
     path.parent.mkdir(parents=True, exist_ok=True)
     checkpoint.write(path, lambda file: file.write(text.encode() + b"\n"))
 

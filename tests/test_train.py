@@ -446,10 +446,15 @@ def test_bad_settings_are_refused_by_name_and_leave_nothing(change, parts, tiny)
 
 def test_resume_refuses_another_run(tiny):
     train(tiny(out_dir="run", max_iters=2))
-    for change in (dict(n_embd=64), dict(data_seed=1), dict(learning_rate=1e-4), dict(batch_size=2)):
+    for change in (dict(n_embd=64), dict(data_seed=1), dict(learning_rate=1e-4)):
         name = next(iter(change))
         with pytest.raises(ValueError, match=f"{name}=.* cannot change on --resume"):
             train(tiny(out_dir="run", resume=True, **change))
+    with pytest.raises(ValueError, match="batch_size=2 .* is 2 windows an update: this run has 4"):
+        train(tiny(out_dir="run", resume=True, batch_size=2))
+    train(
+        tiny(out_dir="run", resume=True, batch_size=2, gradient_accumulation_steps=2)
+    )  # the same update in two pieces
     with pytest.raises(ValueError, match="n_layer=3 does not fit the checkpoint, which has 2"):
         train(tiny(out_dir="new", init_from="run", n_layer=3))
     other = Path("other.txt")

@@ -1,0 +1,64 @@
+"""How much memory a training step takes: said before it starts, and again if there was too little.
+
+    PyTorch itself                                       0.4 GB
+    weights, gradients, AdamW's two moments              16 bytes a parameter
+    activations, for each token of a micro-batch         4 bytes x (24 C (L + 1) + 3 V)
+
+24 C is what each of the L layers keeps of a token for the backward pass: norms 6 C, attention 5 C to 10 C by kind,
+SwiGLU 4 x 8/3 C (a test counts it); and a layer whose turn it is needs as much again for gradients. 3 V: logits,
+their log-softmax and its gradient. With --grad_checkpoint a layer keeps its input alone, C, and computes its 24 C
+when its turn comes. In 16 bits they are 16 C (norms and the residual stream stay in float32), and a parameter takes
+2 bytes more, for its rounded copy. On a CPU activations take half as much again: its allocator leaves gaps.
+"""
+
+import math
+import os
+from contextlib import contextmanager
+
+import torch
+
+GB = 1e9
+
+
+def estimate(cfg, params, tokens, sixteen_bits=False, grad_checkpoint=False, on_cpu=False):
+    """Bytes that training a GPTConfig takes in one process, for micro-batches of so many tokens."""
+    C, L, layer = cfg.n_embd, cfg.n_layer, cfg.n_embd * (16 if sixteen_bits else 24)
+    kept = C * L + 2 * layer if grad_checkpoint else layer * (L + 1)
+    activations = 4 * tokens * (kept + 3 * cfg.vocab_size) * (1.5 if on_cpu else 1)
+    return 0.4 * GB + (18 if sixteen_bits else 16) * params + activations
+
+
+def available(device):
+    """Bytes of memory that the GPU, or else this machine, has in all; infinity where it does not say."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
+
+
+LOWER = (
+    "lower --batch_size (and raise --gradient_accumulation_steps to make up for it), --block_size or --n_embd,"
+    " or add --grad_checkpoint"
+)
+
+
+def plan(cfg, model_cfg, params, device, sixteen_bits, processes=1):
+    """What each of the processes on this machine takes, in words, and whether there is so much."""
+    tokens, cpu = cfg.batch_size * cfg.block_size, device.type == "cpu"
+    sizes = [estimate(model_cfg, params, tokens, sixteen_bits, flag, cpu) / GB for flag in (False, True)]
+    there = available(device) / GB / (processes if cpu else 1)
+    needed, other = sizes[cfg.grad_checkpoint], sizes[not cfg.grad_checkpoint]
+    flag = f"{other:.1f} {'without' if cfg.grad_checkpoint else 'with'} --grad_checkpoint"
+    each = " a process" * (processes > 1)
+    return f"about {needed:.1f} GB of memory{each}, of {there:.1f} ({flag})", needed <= there
+
+
+@contextmanager
+def in_words(plan):
+    """Within it, running out of memory is a MemoryError with one sentence that names the plan."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        out_of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+        if not (out_of_memory or "can't allocate memory" in str(error)):  # the words of PyTorch's CPU allocator
+            raise
+        raise MemoryError(f"out of memory: the estimate was {plan}: {LOWER}") from None

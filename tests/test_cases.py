@@ -1,0 +1,217 @@
+"""Inputs that broke comparable projects, and what happens to them here. Each test names its row of the list."""
+
+import functools
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import checkpoint
+import device
+import train as training
+from config import PRESETS, TrainConfig
+from data import tokenizers
+from model import ATTENTIONS, GPT, GPTConfig
+from sample import SampleConfig, sample
+from train import to_device, train
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """command(*args) -> (exit code, all that was said), of train.py with these words, in this process."""
+
+    def run(*args):
+        monkeypatch.setattr("sys.argv", ["train.py", *args])
+        try:
+            training.main()
+            code = 0
+        except SystemExit as stop:
+            code, said = (stop.code, "") if isinstance(stop.code, int) else (1, stop.code)
+            return code, said + "".join(capsys.readouterr())
+        return code, "".join(capsys.readouterr())
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "args, code, parts",
+    [
+        (["--compile=false"], 1, ["compile='false'", "auto, on, off"]),  # C03
+        (["--n_layer=2.5"], 2, ["2.5", "n-layer"]),
+        (["--resume=maybe"], 2, ["maybe"]),
+        (["--batchsize=3"], 2, ["--batchsize", "--batch-size"]),  # C04, 11
+        (["-h"], 0, ["--grad-checkpoint", "default: 8000"]),
+        (["--help"], 0, [f"--{name.replace('_', '-')}" for name in TrainConfig.__dataclass_fields__]),
+        (["config/nope.py"], 2, ["config/nope.py"]),
+        (["--init_from=foo"], 1, ["foo", "does not exist"]),
+        (["--eval_interval=0"], 1, ["eval_interval=0", "at least 1"]),
+        (["--n_embd=66", "--n_head=4"], 1, ["n_embd=66", "n_head=4", "use n_embd=64"]),  # 12
+        (["--log_interval=0"], 1, ["log_interval=0"]),  # 14
+        (["--batch_size=0"], 1, ["batch_size=0"]),
+        (["--n_embd=0"], 1, ["n_embd=0"]),
+        (["--block_size=0"], 1, ["block_size=0"]),
+        (["--dtype=fp16"], 1, ["'fp16'", "float16"]),  # C13, 22
+        (["--device=cuda:99"], 1, ["cuda:99", "cpu"]),
+    ],
+)
+def test_command_line(args, code, parts, command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    got, said = command(*args)
+    assert got == code and all(part in said for part in parts), said
+    assert "Traceback" not in said and not list(tmp_path.iterdir())
+
+
+def test_values_have_the_type_of_their_setting(command, tiny):
+    """C03, C04, 11: whole numbers for fractions, numbers for folders, a space for the equals sign."""
+    flags = [f"--{name}={getattr(tiny(), name)}" for name in ("dataset", "n_layer", "n_head", "n_embd", "block_size")]
+    for out_dir in ("OUT/123", "2024"):
+        code, said = command(*flags, "--learning_rate=1", "--max-iters", "0", "--device", "cpu", f"--out_dir={out_dir}")
+        assert code == 0, said
+        config = json.loads((Path(out_dir) / "config.json").read_text())
+        assert config["learning_rate"] == 1.0 and config["out_dir"] == out_dir
+    sample(SampleConfig(out_dir="2024", temperature=0, max_new_tokens=3))
+
+
+def test_a_preset_is_no_flag_to_forget_on_resume(command, tiny):
+    train(tiny(out_dir="run", max_iters=0))
+    for flag in ("--resume", "--eval_only"):
+        code, said = command(flag, "--out_dir=run", "--preset=gpu")
+        assert code == 1 and "preset='gpu'" in said and "'laptop'" in said
+        assert command(flag, "--out_dir=run", "--preset=laptop")[0] == 0
+
+
+def test_a_short_run_leaves_a_checkpoint(tiny):
+    """C06, 16."""
+    train(tiny(out_dir="run", max_iters=3, eval_interval=2000))
+    assert checkpoint.load("run/ckpt.pt")["step"] == checkpoint.load("run/best.pt")["step"] == 3
+
+
+def test_checkpoints_of_compiled_models(tiny, monkeypatch):
+    """C07, 19: written by either, read by either; the same weights, under the same names."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))  # all but the machine code
+    half = dict(max_iters=2, lr_decay_iters=4, eval_windows=2)
+    for name, modes in {"plain": ("off", "off"), "to": ("off", "on"), "from": ("on", "off")}.items():
+        train(tiny(out_dir=name, compile=modes[0], **half))
+        train(tiny(out_dir=name, compile=modes[1], **{**half, "max_iters": 4}, resume=True))
+    plain, to, back = (checkpoint.load(f"{name}/ckpt.pt")["model"] for name in ("plain", "to", "from"))
+    assert list(plain) == list(to) == list(back) == list(GPT(GPTConfig(n_layer=2)).state_dict())
+    for name in plain:
+        torch.testing.assert_close(plain[name], to[name])
+        torch.testing.assert_close(plain[name], back[name])
+    gpt, idx = GPT(GPTConfig(n_layer=1)), torch.zeros(1, 8, dtype=torch.long)
+    assert device.compiled(gpt, (idx, idx), torch.autocast("cpu", enabled=False), "on") is not gpt
+    assert all(p.grad is None for p in gpt.parameters())  # the trial leaves nothing for the first update
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_compiler_that_fails(at_once, tiny, monkeypatch, capsys):
+    """24: a warning and no compiler under auto, a sentence and no run under on."""
+
+    def broken(*args):
+        raise RuntimeError("no compiler\nin sight")
+
+    monkeypatch.setattr(torch, "compile", broken if at_once else lambda model: broken)
+    gpt, idx = GPT(GPTConfig(n_layer=1)), torch.zeros(1, 8, dtype=torch.long)
+    autocast = torch.autocast("cpu", enabled=False)
+    assert device.compiled(gpt, (idx, idx), autocast, "auto") is gpt
+    assert "warning: torch.compile failed (RuntimeError: no compiler in sight)" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="compile='on', but torch.compile failed .*no compiler.*--compile=off"):
+        train(tiny(compile="on", out_dir="run"))
+    assert not Path("run").exists() and all(p.grad is None for p in gpt.parameters())
+
+
+def test_a_learning_rate_that_explodes(tiny):
+    """C08, 21: stopped, the update named, and the last good weights are there."""
+    with pytest.raises(FloatingPointError, match=r"at update \d+.*run/best.pt"):
+        train(tiny(out_dir="run", learning_rate=1e30, grad_clip=0.0, max_iters=30))
+    state = checkpoint.load("run/best.pt")
+    state["model"]["norm.weight"][0] = math.nan
+    checkpoint.save("run/best.pt", **state)
+    with pytest.raises(ValueError, match="run/best.pt has weights that are not finite"):
+        sample(SampleConfig(out_dir="run"))
+
+
+def test_devices_and_types(tiny, capsys):
+    """C13, 22, 23: what is used is said; memory is pinned for CUDA alone."""
+    train(tiny(dtype="bfloat16", max_iters=1, out_dir="run"))
+    assert "cpu, bfloat16" in capsys.readouterr().out
+    if not torch.cuda.is_available():
+        train(tiny(device="auto", max_iters=0, out_dir="auto"))
+        sample(SampleConfig(out_dir="run", max_new_tokens=1))
+        with pytest.raises(ValueError, match="device='cuda' is not on this machine: use auto or cpu"):
+            train(tiny(device="cuda"))
+    assert device.precision("cuda", "bfloat16", bf16_supported=False) == ("float16", True, True)
+    for kind in ("cpu", "meta"):
+        assert not to_device(np.zeros(3), torch.device(kind)).is_pinned()
+
+
+@pytest.mark.parametrize("kind", ATTENTIONS)
+def test_smallest_of_everything(kind, tiny):
+    """14."""
+    heads = ATTENTIONS[kind].head_multiple
+    ones = dict(eval_windows=1, batch_size=1, block_size=1, n_layer=1, n_head=heads, n_embd=2 * heads, max_iters=2)
+    train(tiny(attention=kind, **ones, log_interval=1, eval_interval=1, out_dir="run"))
+    sample(SampleConfig(out_dir="run", max_new_tokens=4))
+
+
+def test_nothing_is_unpickled():
+    """20."""
+    for file in (*ROOT.glob("*.py"), *ROOT.glob("data/*.py"), *ROOT.glob("experiments/*.py")):
+        text = file.read_text(encoding="utf-8")
+        assert "import pickle" not in text and text.count("torch.load(") == text.count("weights_only=True)"), file
+
+
+def test_mfu_is_that_of_a_known_device_in_sixteen_bits(tiny, monkeypatch, capsys):
+    """31. Here the device without a name is known, a fast one."""
+    monkeypatch.setitem(training.PEAK_FLOPS, "", 500e12)
+    train(tiny(dtype="bfloat16", out_dir="known"))
+    assert "cpu (500 TFLOP/s at best), bfloat16" in capsys.readouterr().out
+    header, *lines = checkpoint.read_log("known")
+    for line in (line for line in lines if "loss" in line):
+        assert (
+            line["mfu"] == pytest.approx(line["tokens_per_s"] * header["flops_per_token"] / 500e12) and line["mfu"] < 1
+        )
+    train(tiny(out_dir="float32"))
+    assert not any("mfu" in line for line in checkpoint.read_log("float32"))
+
+
+def test_a_pair_differs_in_its_attention_alone(tiny):
+    """43; and its third, a standard model with half the heads of twice the size, has the standard's parameters."""
+    for kind in ("standard", "diff"):
+        train(tiny(attention=kind, max_iters=0, out_dir=kind))
+    one, other = (json.loads(Path(f"{kind}/config.json").read_text()) for kind in ("standard", "diff"))
+    assert {name for name in one if one[name] != other[name]} == {"attention", "out_dir"}
+    sizes = {GPT(GPTConfig(attention="standard", n_head=n_head)).num_params() for n_head in (2, 4)}
+    assert len(sizes) == 1
+
+
+def test_time_left_is_said_after_ten_updates(tiny, capsys, monkeypatch):
+    clock = iter(range(0, 10_000, 5))  # a look at the clock takes five seconds
+    monkeypatch.setattr(training.time, "perf_counter", lambda: next(clock))
+    train(tiny(max_iters=22, log_interval=100, eval_interval=100))
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "left" in line]
+    assert line == "update 10: about 60 s of training left"
+
+
+def test_presets_have_the_parameters_that_they_promise():
+    """Counted by hand: an embedding, and in each layer 4 C^2 of attention, three matrices of SwiGLU, gains, lambdas."""
+    stories = tokenizers.CharTokenizer("".join(map(chr, range(32, 63)))).vocab_size
+    vocab = {"laptop": stories, "long": stories, "shakespeare": 64, "gpu": 64, "gpt2": 50257, "paper": 50257}
+    assert vocab.keys() == PRESETS.keys()
+    for name, preset in PRESETS.items():
+        cfg = TrainConfig(**preset)
+        cfg.check()
+        with torch.device("meta"):
+            count = GPT(cfg.model_config(vocab[name])).num_params()
+        C, D, hidden = cfg.n_embd, cfg.n_embd // cfg.n_head, round(8 * cfg.n_embd / 3)
+        layer = 4 * C * C + 3 * C * hidden + 2 * C + 6 * D
+        assert count == vocab[name] * C + cfg.n_layer * layer + C, name
+    assert count == 756_761_088  # the paper's shape with GPT-2's vocabulary
+    with torch.device("meta"):
+        assert round(GPT(cfg.model_config(100_288)).num_params() / 1e6) == 834  # with its own: 830M
+        assert round(GPT(TrainConfig(**PRESETS["gpt2"]).model_config(50257)).num_params() / 1e6) == 124

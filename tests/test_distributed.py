@@ -1,0 +1,140 @@
+"""Two processes are one: torchrun starts this file twice, as a script, and the test looks at what the two have done.
+
+One start does it all, since starting costs most. Needs no network: the processes meet at a free port of this machine.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))  # for the script
+
+import checkpoint  # noqa: E402
+import data  # noqa: E402
+import train as training  # noqa: E402
+from evaluate import evaluate  # noqa: E402
+
+RUN = dict(batch_size=2, gradient_accumulation_steps=2, max_iters=6, log_interval=1, eval_interval=3)
+
+
+def script(cfg, team, train=training.train):
+    """What each of the two does in the place of `train`, called by `main`. Notes what it saw in a file of its own."""
+    seen, original = {"unsynced": [], "masks": []}, torch.nn.functional.dropout
+    no_sync, adamw_step = torch.nn.parallel.DistributedDataParallel.no_sync, torch.optim.AdamW.step
+
+    def counting(ddp):
+        seen["unsynced"].append(1)
+        return no_sync(ddp)
+
+    torch.nn.parallel.DistributedDataParallel.no_sync = counting
+    seen["two"] = train(replace(cfg, out_dir="two"), team)["val_loss"]
+    torch.nn.parallel.DistributedDataParallel.no_sync = no_sync
+    train(replace(cfg, out_dir="again"), team)
+    train(replace(cfg, out_dir="cut", max_iters=3, lr_decay_iters=6), team)
+
+    def dropout(x, p, on, inplace):
+        y = original(x, p, on, inplace)
+        seen["masks"] += [(y == 0).flatten().tolist()] * on
+        return y
+
+    torch.nn.functional.dropout = dropout
+    train(replace(cfg, out_dir="dropout", dropout=0.5, max_iters=1), team)
+    torch.nn.functional.dropout = original
+
+    def signalled(optimizer, *args):
+        adamw_step(optimizer, *args)
+        if team.rank == 1 and optimizer.state[optimizer.param_groups[0]["params"][0]]["step"] == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    torch.optim.AdamW.step = signalled
+    seen["stopped"] = train(replace(cfg, out_dir="stopped", max_iters=1000, lr_decay_iters=6), team)
+    torch.optim.AdamW.step = adamw_step
+    for name, change in {
+        "diverged": dict(learning_rate=1e30, grad_clip=0.0),
+        "missing": dict(init_from="none"),
+    }.items():
+        try:
+            train(replace(cfg, out_dir=name, **change), team)
+        except (FloatingPointError, ValueError) as error:
+            seen[name] = str(error)
+
+    def mistake():
+        if team.rank == 1:
+            raise ValueError("only the second process sees this")
+
+    Path(f"seen-{team.rank}.json").write_text(json.dumps(seen))
+    team.together(mistake)
+
+
+def test_two_processes_are_one(tiny):
+    cfg = tiny(**RUN)
+    flags = [f"--{name}={getattr(cfg, name)}" for name in vars(cfg) if getattr(cfg, name) != getattr(type(cfg)(), name)]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local_addr=localhost",
+        "--nproc_per_node=2",
+        __file__,
+        *flags,
+    ]
+    done = subprocess.run(torchrun, capture_output=True, text=True, timeout=120)
+    assert Path("seen-1.json").exists(), done.stderr
+    first, second = (json.loads(Path(f"seen-{rank}.json").read_text()) for rank in (0, 1))
+
+    # as one process with a batch twice as large, and twice the same
+    one = training.train(tiny(**{**RUN, "batch_size": 4}, out_dir="one"))
+    logs = {name: checkpoint.read_log(name)[1:] for name in ("one", "two", "again")}
+    for a, b, c in zip(*logs.values()):
+        assert a["step"] == b["step"] and b.get("loss", b.get("val_loss")) == c.get("loss", c.get("val_loss"))
+        for name in ("loss", "val_loss", "grad_norm", "lr"):
+            assert a.get(name, 0) == pytest.approx(b.get(name, 0), rel=2e-6)
+    assert [len(log) for log in logs.values()] == [6 + 3] * 3
+    w1, w2, w3 = (checkpoint.load(f"{name}/ckpt.pt")["model"] for name in logs)
+    for name in w1:
+        assert torch.equal(w2[name], w3[name])
+        torch.testing.assert_close(w1[name], w2[name], rtol=0, atol=1e-5)
+
+    # evaluation: the same number in both, and, from the same weights and batches, in one process
+    assert first["two"] == second["two"] == pytest.approx(one["val_loss"], rel=2e-6)
+    windows = data.load(cfg.dataset).val_windows(cfg.eval_windows, cfg.block_size)
+    model = checkpoint.load_model(checkpoint.load("two/ckpt.pt"))
+    assert evaluate(model, windows, cfg.batch_size, torch.device("cpu"))[0] == first["two"]
+    assert len(windows[0]) // cfg.batch_size % 2 == 1  # the batches do not divide between two
+
+    # gradients travel once an update; each has its own dropout; the second's signal and mistakes stop both
+    assert len(first["unsynced"]) == len(second["unsynced"]) == 6
+    assert len(first["masks"]) == len(second["masks"]) == 2 * 5
+    assert np.mean(np.array(first["masks"][0]) == np.array(second["masks"][0])) < 0.6
+    assert first["stopped"] == second["stopped"] == {"interrupted": signal.SIGINT, "out_dir": "stopped", "steps": 2}
+    assert checkpoint.load("stopped/ckpt.pt")["step"] == 2
+    assert "at update 2" in first["diverged"] and first["diverged"] == second["diverged"]
+    assert "none/best.pt does not exist" in first["missing"] and first["missing"] == second["missing"]
+    assert not Path("missing").exists()
+    assert done.stderr.count("train.py: only the second process sees this") == 1 and done.returncode == 1
+    assert done.stdout.count("two: update 0 of 6") == 1
+
+    # one process goes on with what two began, if an update is as large as before
+    with pytest.raises(ValueError, match="is 4 windows an update: this run has 8"):
+        training.train(tiny(**RUN, out_dir="cut", lr_decay_iters=6, resume=True))
+    training.train(tiny(**{**RUN, "batch_size": 8, "gradient_accumulation_steps": 1}, out_dir="cut",
+                        lr_decay_iters=6, resume=True))  # fmt: skip
+    for name, w in checkpoint.load("cut/ckpt.pt")["model"].items():
+        torch.testing.assert_close(w, w1[name], rtol=0, atol=1e-5)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    data.CACHE = Path("cache")  # like the fixture
+    training.train = script
+    training.main()
