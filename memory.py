@@ -2,13 +2,14 @@
 
     PyTorch itself                                       0.4 GB
     weights, gradients, AdamW's two moments              16 bytes a parameter
-    activations, for each token of a micro-batch         4 bytes x (24 C (L + 1) + 3 V)
+    activations, for each token of a micro-batch         4 bytes x (24 C (L + 1) + 3 V + maps)
 
 24 C is what each of the L layers keeps of a token for the backward pass: norms 6 C, attention 5 C to 10 C by kind,
 SwiGLU 4 x 8/3 C (a test counts it); and a layer whose turn it is needs as much again for gradients. 3 V: logits,
 their log-softmax and its gradient. With --grad_checkpoint a layer keeps its input alone, C, and computes its 24 C
 when its turn comes. In 16 bits they are 16 C (norms and the residual stream stay in float32), and a parameter takes
-2 bytes more, for its rounded copy. On a CPU activations take half as much again: its allocator leaves gaps.
+2 bytes more, for its rounded copy. On a CPU activations take half as much again: its allocator leaves gaps. There,
+`blocks` also keeps its maps, of each pair both and their difference.
 """
 
 import math
@@ -17,15 +18,26 @@ from contextlib import contextmanager
 
 import torch
 
+from model import ATTENTIONS, BLOCKS_UNTIL
+
 GB = 1e9
 
 
 def estimate(cfg, params, tokens, sixteen_bits=False, grad_checkpoint=False, on_cpu=False):
     """Bytes that training a GPTConfig takes in one process, for micro-batches of so many tokens."""
     C, L, layer = cfg.n_embd, cfg.n_layer, cfg.n_embd * (16 if sixteen_bits else 24)
+    layer += maps(cfg) if on_cpu else 0
     kept = C * L + 2 * layer if grad_checkpoint else layer * (L + 1)
     activations = 4 * tokens * (kept + 3 * cfg.vocab_size) * (1.5 if on_cpu else 1)
     return 0.4 * GB + (18 if sixteen_bits else 16) * params + activations
+
+
+def maps(cfg):
+    """Numbers that a layer keeps for each token where attention runs in blocks of 128 queries."""
+    kind = ATTENTIONS[cfg.attention]
+    for_each_weight = 1 if kind.head_multiple == kind.query_factor == 1 else 1.5  # a pair of maps and its difference
+    keys = (cfg.block_size + 128) / 2  # that a query meets on average
+    return for_each_weight * kind.query_factor * cfg.n_head * keys if cfg.block_size <= BLOCKS_UNTIL else 0
 
 
 def available(device):

@@ -179,13 +179,16 @@ def blocks(q1, k1, q2, k2, v, lam, size=128):
     return torch.cat(y[::-1], dim=2)
 
 
+BLOCKS_UNTIL = 1024  # tokens
+
+
 def fastest(q1, k1, q2, k2, v, lam):
     """One new token is one row: `eager`. On a CPU `blocks`, while what they keep for the backward pass is small. Else
     `fused`. Measured by experiments/speed.py."""
     if q1.shape[2] == 1:
         path = eager
     else:
-        path = blocks if v.device.type == "cpu" and v.shape[2] <= 1024 else fused
+        path = blocks if v.device.type == "cpu" and v.shape[2] <= BLOCKS_UNTIL else fused
     return path(q1, k1, q2, k2, v, lam)
 
 

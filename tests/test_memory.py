@@ -8,17 +8,19 @@ import torch
 
 import memory
 from config import PRESETS, TrainConfig
-from model import ATTENTIONS, GPT, GPTConfig
+from model import ATTENTIONS, GPT, GPTConfig, blocks, fused
 from train import train
 
 KINDS = list(ATTENTIONS)
 SMALL = GPTConfig(block_size=48, vocab_size=11, n_layer=5, n_head=6, n_embd=96)
 
 
-def step(cfg, grad_checkpoint, sixteen_bits=False):
+def step(cfg, grad_checkpoint, sixteen_bits=False, path=fused):
     """(loss, gradients, bytes kept for the backward pass) of one step, in training mode."""
     gpt = GPT(cfg)
     gpt.grad_checkpoint = grad_checkpoint
+    for block in gpt.blocks:
+        block.attn.attend = path
     own = {p.untyped_storage().data_ptr() for p in gpt.parameters()}
     kept = {}  # holds what it has seen, so that no address comes twice
 
@@ -56,6 +58,17 @@ def test_estimate_is_what_autograd_keeps(kind, sixteen_bits):
     assert guess[1] - guess[0] == pytest.approx(many - few - rounded, rel=0.25)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_maps_of_blocks_are_in_the_estimate(kind):
+    cfgs = [replace(SMALL, attention=kind, block_size=300, n_layer=n) for n in (4, 5)]
+    few, many = (step(cfg, False, path=blocks)[2] for cfg in cfgs)
+    layer = 4 * (24 * SMALL.n_embd + memory.maps(cfgs[0]))
+    assert 3 * 300 * layer == pytest.approx(many - few, rel=0.25)
+    guess = [memory.estimate(cfg, 0, 3 * 300, on_cpu=True) for cfg in cfgs]
+    assert guess[1] - guess[0] == pytest.approx(1.5 * 3 * 300 * layer)
+    assert memory.maps(replace(cfgs[0], block_size=1025)) == 0
+
+
 def test_estimates_of_known_sizes():
     """Weights, gradients and moments of 100 parameters; a token's logits, three times; a layer's 24 C, or its input."""
     flat = replace(SMALL, n_layer=0, vocab_size=1000)
@@ -77,7 +90,7 @@ def test_a_run_says_what_it_takes(tiny, capsys, monkeypatch):
     assert "needs about 0.4 GB of memory, of 0.3 (0.4 with --grad_checkpoint): lower" in line and "--batch_size" in line
     gpu = replace(TrainConfig(), **PRESETS["gpu"])
     plan, fits = memory.plan(gpu, gpu.model_config(65), 10_649_088, torch.device("cpu"), False, processes=2)
-    assert plan == "about 6.9 GB of memory a process, of 0.1 (2.6 with --grad_checkpoint)" and not fits
+    assert plan == "about 8.1 GB of memory a process, of 0.1 (3.0 with --grad_checkpoint)" and not fits
     assert math.isfinite(memory.available(torch.device("cpu")))
 
 
