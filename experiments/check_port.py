@@ -164,7 +164,8 @@ def where(right, y, w, heads, tolerance):
     W = w["out_proj.weight"]
     if np.isfinite(y).all() and np.linalg.cond(W) < 1e4:  # what went into out_proj can be had back
         d = np.abs((y - right) @ np.linalg.inv(W).T).reshape(-1, heads, len(W) // heads).max(axis=(0, 2))
-        text += f", in heads {', '.join(map(str, np.flatnonzero(d > d.max() / 100)))} of {heads}"
+        wrong = np.flatnonzero(d > d.max() / 100)
+        text += ", in all heads" if len(wrong) == heads else f", in heads {', '.join(map(str, wrong))} of {heads}"
     if t == 0:
         return text + " (it sees itself alone, so not queries, keys or RoPE: look at values, norm, factor, merging)"
     return text + " (the first is right, so values, norm, factor and merging are: look at queries, keys, RoPE, mask)"
@@ -210,7 +211,6 @@ def check(cfg):
 
 
 def main():
-    sys.path.insert(0, "")
     try:
         agrees, lines = check(tyro.cli(CheckPortConfig, description=__doc__))
     except (ValueError, OSError) as error:

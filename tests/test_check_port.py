@@ -1,5 +1,6 @@
 """check_port names what is wrong: mistakes planted in model.py's layer, by other code, and in the reference."""
 
+import os
 import re
 import sys
 
@@ -203,7 +204,7 @@ def run(monkeypatch, capsys, *args):
 
 def test_command_line_and_callables(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.syspath_prepend(tmp_path)  # as python -m does with the working folder
     (tmp_path / "my_port.py").write_text(
         "import torch, model\n"
         "cfg = model.GPTConfig(n_embd=32, n_head=4, init_std=0.3)\n"
@@ -238,3 +239,13 @@ def test_command_line_and_callables(tmp_path, monkeypatch, capsys):
             (tmp_path / name).write_bytes(junk)
             code, _ = run(monkeypatch, capsys, name)
             assert f"{name} is not a .npz or torch file" in code
+    torch.save({"x": Hook()}, "evil.pt")
+    np.savez("evil.npz", x=Hook())
+    for name in ("evil.pt", "evil.npz"):
+        assert "is not a .npz or torch file" in run(monkeypatch, capsys, name)[0]
+    assert not (tmp_path / "pwned").exists()
+
+
+class Hook:
+    def __reduce__(self):
+        return (os.mkdir, ("pwned",))
