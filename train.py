@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 import checkpoint
 import data
-from config import MAY_CHANGE, PRESETS, TrainConfig
+from config import MAY_CHANGE, PRESETS, TrainConfig, need
 from device import PEAK_FLOPS, pick_device, precision
 from model import GPT
 
@@ -109,9 +109,10 @@ def starting_point(cfg):
             f"{cfg.out_dir} holds a run already: add --resume to go on with it, or choose another --out_dir"
         )
     if cfg.resume:
+        need("optimizer" in state, f"{cfg.out_dir}/ckpt.pt has weights alone, as best.pt has: use --init_from")
         for name, old in state["train_config"].items():
-            if name not in MAY_CHANGE and getattr(cfg, name) != old:
-                raise ValueError(f"{name}={getattr(cfg, name)!r} cannot change on --resume: this run has {old!r}")
+            new = getattr(cfg, name, None)
+            need(name in MAY_CHANGE or new == old, f"{name}={new!r} cannot change on --resume: this run has {old!r}")
 
     dataset = data.load(cfg.dataset, cfg.tokenizer, cfg.bpe_vocab_size, cfg.difficulty())
     dataset.starts("train", cfg.block_size)  # raises here, not at the first step, if the text is too short
@@ -177,8 +178,8 @@ def train(cfg):
         cfg = replace(cfg, out_dir=str(checkpoint.free_name(f"{Path(cfg.dataset).stem}-{cfg.attention}")))
     run = Path(cfg.out_dir)
     run.mkdir(parents=True, exist_ok=True)
-    checkpoint.write_config(run, asdict(replace(cfg, resume=False)))
     log = checkpoint.Log(run, step if cfg.resume else None)
+    checkpoint.write_config(run, asdict(replace(cfg, resume=False)))
     if not cfg.resume:
         log.append(
             torch=torch.__version__, numpy=np.__version__, python=sys.version.split()[0], device=gpu or device.type,
@@ -198,7 +199,7 @@ def train(cfg):
         print(f"entropy of all stories {dataset.meta['expected_entropy']:.4f}; answers right by guessing: {guesses}")
     bar = tqdm(total=cfg.max_iters, initial=step, unit="step", disable=not sys.stderr.isatty(), smoothing=0.05)
     train_loss, seconds, counted = None, 0.0, 0
-    with StopOnSignal() as stop, bar:
+    with StopOnSignal() as stop, bar, log:
         while True:
             last = step >= cfg.max_iters or stop.signum
             if step % cfg.eval_interval == 0 or last:
