@@ -97,13 +97,13 @@ def write_config(run, config):
     write(Path(run) / "config.json", lambda file: file.write(json.dumps(config, indent=1).encode()))
 
 
-def read_config(run):
-    """The settings of a run, a dict. Raises ValueError with one sentence if there are none."""
+def read_config(run, kind=dict):
+    """The settings of a run, a `kind`. Raises ValueError with one sentence if there are none."""
     path = Path(run) / "config.json"
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        return kind(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
-        raise ValueError(f"{path} is missing or damaged: {run} is not the folder of a run") from None
+        raise ValueError(f"{path} is missing, damaged or another version's: {run} is not the folder of a run") from None
 
 
 def claim(run):

@@ -325,7 +325,8 @@ def main():
         default = replace(TrainConfig(), **PRESETS[cfg.preset])
         if cfg.resume or cfg.eval_only:
             out_dir = cfg.out_dir or str(checkpoint.newest_run())
-            default = replace(TrainConfig(**checkpoint.read_config(out_dir)), out_dir=out_dir)
+            default = replace(checkpoint.read_config(out_dir, TrainConfig), out_dir=out_dir)
+            default.check()
         elif cfg.init_from:
             theirs = checkpoint.load(checkpoint.find(cfg.init_from))["model_config"]
             default = replace(default, **{k: v for k, v in theirs.items() if k != "vocab_size"})
