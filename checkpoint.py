@@ -40,9 +40,10 @@ def write(path, save):
 def save(path, **state):
     try:
         write(Path(path), lambda file: torch.save(state, file))
-    except RuntimeError as error:  # PyTorch's; what the disk said, such as that it is full, is behind it
-        disk = error.__context__
-        raise OSError(disk.errno, disk.strerror, str(path)) if isinstance(disk, OSError) else error from None
+    except RuntimeError as error:  # PyTorch's; what stopped it, such as a full disk, is behind it
+        cause = error.__context__ or error
+        cause.filename = str(path)
+        raise cause from None
 
 
 def load(path):

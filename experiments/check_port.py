@@ -4,7 +4,8 @@
     python -m experiments.check_port --callable=my_model:layer    # imports my_model: runs your code, with your rights
 
 The file holds the layer's state-dict under the official names, prefixes allowed, an input x, (T, C) or (B, T, C), and
-the port's output y. A dozen tokens, random weights and random lambda vectors show the most.
+the port's output y. A dozen tokens, random weights and random lambda vectors show the most. Without a subln.weight
+the head norm's gain is 1.
 
     numpy.savez("port.npz", x=x, y=y, **{name: p.numpy() for name, p in layer.state_dict().items()})
     torch.save({"x": x, "y": y, **layer.state_dict()}, "port.pt")
@@ -49,7 +50,7 @@ def read(path):
     try:
         with open(path, "rb") as file:
             entries = dict(np.load(file)) if path.endswith(".npz") else torch.load(file, "cpu", weights_only=True)
-        return {name: torch.as_tensor(value) for name, value in entries.items()}
+        return {name: torch.as_tensor(value).detach() for name, value in entries.items()}
     except Exception as error:  # whatever a damaged or foreign file provokes, it is the file that is wrong
         raise ValueError(f"{path} is not a .npz or torch file of arrays by name ({type(error).__name__})") from None
 
@@ -84,10 +85,15 @@ def sizes(w, C, n_head):
     own = ["lambda_proj.weight"] if kind == "diff_v2" else [f"lambda_{name}" for name in ("q1", "k1", "q2", "k2")]
     missing = [name for name in [f"{p}_proj.weight" for p in ("q", "k", "v", "out")] + own if name not in w]
     need(not missing, f"the weights lack {', '.join(missing)}")
+    for name, value in w.items():
+        need(not name.endswith("bias"), f"there is a {name}: the paper's projections have none")
+        axes = 2 if "proj" in name else 1
+        need(value.ndim == axes and value.size, f"{name} has shape {value.shape}: the paper's has {axes} axes")
+        need(np.isfinite(value).all(), f"{name} has values that are not finite")
     queries, keys = len(w["q_proj.weight"]), len(w["k_proj.weight"])
     D = len(w["lambda_q1"]) if kind == "diff" else queries // (2 * len(w["lambda_proj.weight"]))
-    need(D > 0 and D % 2 == 0, f"a head size of {D}: RoPE needs an even one")
-    H = C // D
+    need(D > 0 and D % 2 == C % D == 0, f"{C} channels do not divide into heads of {D}, which RoPE wants even")
+    H, G, unit = C // D, keys // D, 2 if kind == "diff" else 1
     if kind == "diff":
         twice = "halved twice: the paper halves the number of heads and keeps their size"
         need(2 * queries != C, f"q_proj.weight makes {queries} channels of {C}; {twice}")
@@ -96,17 +102,15 @@ def sizes(w, C, n_head):
             f"lambda_q1 has {D} values, but n_head={n_head} makes heads of {C // max(1, n_head)}; {twice}"
             f" (if {n_head} is the official code's num_heads, use --n_head={H})",
         )
+        w.setdefault("subln.weight", np.ones(2 * D))  # a norm without a gain, as the authors' first one was
     need(n_head in (0, H), f"n_head={n_head} does not fit weights with {C} channels and heads of {D}: use {H}")
-    shapes = {"q_proj.weight": (queries, C), "k_proj.weight": (keys, C), "v_proj.weight": (keys, C)}
-    shapes |= {"out_proj.weight": (C, C), "lambda_proj.weight": (H, C), "subln.weight": (2 * D,)}
-    shapes["q_proj.weight"] = (C if kind == "diff" else 2 * C, C)
+    shapes = {"q_proj.weight": (C if kind == "diff" else 2 * C, C), "lambda_proj.weight": (H, C)}
+    shapes |= {"k_proj.weight": (keys, C), "v_proj.weight": (keys, C), "out_proj.weight": (C, C)}
     for name, value in w.items():
-        need(not name.endswith("bias"), f"there is a {name}: the paper's projections have none")
-        shape = shapes.get(name, (D,))
+        shape = shapes.get(name, (2 * D,) if name == "subln.weight" else (D,))
         need(value.shape == shape, f"{name} has shape {value.shape}: with {H} heads of {D}, the paper's has {shape}")
-        need(np.isfinite(value).all(), f"{name} has values that are not finite")
-    G, unit = keys // D, 2 if kind == "diff" else 1
-    need(keys == G * D and G % unit == 0 and G and H % G == 0, f"k_proj.weight makes {keys} channels: {H} heads of {D}")
+    fits = keys == G * D and G > 0 and G % unit == 0 and H % G == 0
+    need(fits, f"k_proj.weight makes {keys} channels, which {H} heads of {D} cannot share{' in pairs' * (unit == 2)}")
     return kind, H, G
 
 
@@ -120,12 +124,14 @@ def port(cfg):
         random = torch.randn(2, 16, w["q_proj.weight"].shape[-1], generator=torch.Generator().manual_seed(0))
         entries["x"] = entries.get("x", random).float()
         with torch.no_grad():
-            entries["y"] = torch.as_tensor(call(entries["x"]))
+            y = call(entries["x"])
+        need(isinstance(y, (torch.Tensor, np.ndarray)), f"the callable must return y alone, not a {type(y).__name__}")
+        entries["y"] = torch.as_tensor(y)
     need("x" in entries and "y" in entries, f"{cfg.file} lacks the input x or the output y")
     x, y = entries["x"], entries["y"]
     need(x.ndim in (2, 3) and x.shape == y.shape, f"x {tuple(x.shape)} and y {tuple(y.shape)} are not both (B, T, C)")
     need(x.numel() and x.isfinite().all(), "x is empty or not finite")
-    return x.view(-1, *x.shape[-2:]), y.view(-1, *y.shape[-2:]), w, layer
+    return x.reshape(-1, *x.shape[-2:]), y.reshape(-1, *y.shape[-2:]), w, layer
 
 
 # ---------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
     python -m tests.kills --kills=100
 
 A run is started in a process of its own, killed, resumed, killed, .., and at last let be. Moments: at its start, soon
-after a line of its log, while it writes a file. Blows: SIGKILL, SIGINT, SIGTERM, and SIGTERM twice, since the first
+after a line of its log, while it writes a file. Blows: SIGKILL, SIGINT and SIGTERM, and these twice, since the first
 makes it save. After each one, every file in the folder is whole. The seed says what is done; what it hits is up to the
 machine. Processes are forked, so that torch is imported once: not on Windows.
 """
@@ -31,6 +31,7 @@ BLOWS = {
     "SIGKILL": [signal.SIGKILL],
     "SIGINT": [signal.SIGINT],
     "SIGTERM": [signal.SIGTERM],
+    "SIGINT twice": [signal.SIGINT] * 2,
     "SIGTERM twice": [signal.SIGTERM] * 2,
 }
 
@@ -124,7 +125,7 @@ def kill(cfg):
             runs, step, run = runs + 1, 0, Path(folder) / str(runs)
             for _ in range(rng.randrange(1, 12)):
                 moment = rng.choice(["at the start", "after a line", "while it writes"])
-                (blow,) = rng.choices(list(BLOWS), [3, 1, 1, 1])
+                (blow,) = rng.choices(list(BLOWS), [4, 1, 1, 1, 1])
                 pid = start(replace(settings, out_dir=str(run)))
                 code = await_moment(pid, run, moment, rng)
                 if code is None:

@@ -73,6 +73,19 @@ def test_the_right_layer_is_accepted(kind, kv, tmp_path):
     assert f"{cfg.kv_heads} keys, layer 2" in lines[1]
 
 
+def test_a_norm_without_a_gain_and_parameters_instead_of_tensors(tmp_path):
+    _, layer, rope, x = make("diff")
+    torch.nn.init.ones_(layer.subln.weight)
+
+    def change(entries):
+        del entries["subln.weight"]
+        entries["q_proj.weight"] = torch.nn.Parameter(entries["q_proj.weight"])
+        entries["o_proj.weight"] = entries.pop("out_proj.weight")
+        entries.update(x=entries["x"][0], y=entries["y"][0])
+
+    assert check(CheckPortConfig(saved(tmp_path, layer, rope, x, change=change), layer=LAYER))[0]
+
+
 @pytest.mark.parametrize("mistake", NAMES)
 def test_a_mistake_in_the_model_is_named(mistake, tmp_path, monkeypatch):
     _, layer, rope, x = make("diff_v2" if mistake.startswith("V2") else "diff", n_kv_head=4)
@@ -174,6 +187,8 @@ def test_what_an_input_cannot_show_is_said(tmp_path):
         (lambda e: e.pop("lambda_k2"), {}, ["lack lambda_k2"]),
         (lambda e: [e.pop(name) for name in list(e) if name not in "xy"], {}, ["official code's names"]),
         (lambda e: e.update({"q_proj.bias": torch.zeros(120)}), {}, ["q_proj.bias"]),
+        (lambda e: e.update(lambda_q1=torch.tensor(1.0)), {}, ["lambda_q1 has shape ()"]),
+        (lambda e: e.update({"k_proj.weight": torch.ones(50, 120), "v_proj.weight": torch.ones(50, 120)}), {}, ["50"]),
         (lambda e: e["v_proj.weight"].fill_(torch.nan), {}, ["v_proj.weight", "not finite"]),
         (lambda e: e.update(y=e["y"][:, 1:]), {}, ["(3, 7, 120)", "(3, 6, 120)"]),
         (lambda e: e.update(x=e["x"][..., :60], y=e["y"][..., :60]), {}, ["(120, 120)", "(60, 60)"]),
@@ -215,7 +230,7 @@ def test_command_line_and_callables(tmp_path, monkeypatch, capsys):
         "        self.attn = attention\n"
         "    def forward(self, x):\n"
         "        return self.attn(x, model.rope_table(cfg, 0, x.shape[1], x))\n"
-        "right, wrong = Port(), lambda x: -right(x)\n"
+        "right, wrong, pair = Port(), lambda x: -right(x), lambda x: (right(x), None)\n"
     )
     code, out = run(monkeypatch, capsys, "--callable=my_port:right", "--layer=1", "--n-head=4")
     assert code == 0 and out.startswith("agrees"), out
@@ -231,6 +246,7 @@ def test_command_line_and_callables(tmp_path, monkeypatch, capsys):
         (["--callable=my_port:nothing"], "nothing"),
         (["--callable=no_such_module:f"], "no_such_module"),
         (["port.npz", "--layer=1"], "lacks the input x"),
+        (["port.npz", "--layer=1", "--callable=my_port:pair"], "y alone, not a tuple"),
     ):
         code, _ = run(monkeypatch, capsys, *args)
         assert part in code and "\n" not in code
