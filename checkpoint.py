@@ -4,6 +4,7 @@
     log.jsonl     what was measured, a JSON object a line
     ckpt.pt       the latest state, enough to go on with: weights, optimiser, step
     best.pt       the weights with the lowest validation loss
+    lock          empty; held by the process that writes here
 
 Checkpoints hold plain types and tensors and are read with weights_only=True: loading one runs no code.
 They carry the tokenizer, so a checkpoint alone can print text. Every file is written under another name
@@ -12,6 +13,7 @@ and renamed when it is whole, so that a kill at any moment leaves the previous o
 
 import json
 import os
+import zipfile
 from pathlib import Path
 
 import torch
@@ -35,7 +37,12 @@ def write(path, save):
 
 
 def save(path, **state):
-    write(Path(path), lambda file: torch.save(state, file))
+    try:
+        write(Path(path), lambda file: torch.save(state, file))
+    except RuntimeError as error:  # PyTorch's; what stopped it, such as a full disk, is behind it
+        cause = error.__context__ or error
+        cause.filename = str(path)
+        raise cause from None
 
 
 def load(path):
@@ -43,6 +50,9 @@ def load(path):
     if not Path(path).is_file():
         raise ValueError(f"{path} does not exist: train first, or name another run")
     try:
+        with zipfile.ZipFile(path) as archive:
+            if archive.testzip():  # a checksum that torch.load would not look at
+                raise zipfile.BadZipFile
         state = torch.load(path, map_location="cpu", weights_only=True)
         load_model(state)
         finite = all(w.isfinite().all() for w in state["model"].values())
@@ -87,24 +97,54 @@ def write_config(run, config):
     write(Path(run) / "config.json", lambda file: file.write(json.dumps(config, indent=1).encode()))
 
 
-def read_config(run):
-    """The settings of a run, a dict. Raises ValueError with one sentence if there are none."""
+def read_config(run, kind=dict):
+    """The settings of a run, a `kind`. Raises ValueError with one sentence if there are none."""
     path = Path(run) / "config.json"
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        return kind(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
-        raise ValueError(f"{path} is missing or damaged: {run} is not the folder of a run") from None
+        raise ValueError(f"{path} is missing, damaged or another version's: {run} is not the folder of a run") from None
+
+
+def claim(run):
+    """The run's lock, an open file that makes the folder this process's own until it is closed, or the process dies.
+
+    Raises ValueError with one sentence if another holds it. Windows, and file systems without locks, do not know.
+    """
+    file = open(Path(run) / "lock", "w")
+    try:
+        if os.name == "posix":
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise ValueError(f"{run} is in use by another process: wait for it, or choose another --out_dir") from None
+    except OSError:
+        pass  # a file system without locks, as some clusters have
+    return file
 
 
 class Log:
-    """log.jsonl: `append` adds a line. Opened at a step, it keeps the lines before that step; else it starts empty."""
+    """log.jsonl: `append` adds a line. Opened at a step, it keeps the lines before that step; else it starts empty.
+
+    From its making to the end of its `with`, the folder is this process's alone.
+    """
 
     def __init__(self, run, step=None):
-        self.path = Path(run) / "log.jsonl"
+        self.lock, self.path = claim(run), Path(run) / "log.jsonl"
+        for rest in Path(run).glob("*.new"):  # of a process that was killed while it wrote
+            rest.unlink()
         if self.path.exists():
             kept = [] if step is None else [line for line in read_log(run) if line.get("step", -1) < step]
             text = "".join(json.dumps(line) + "\n" for line in kept)
             write(self.path, lambda file: file.write(text.encode()))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.lock.close()
 
     def append(self, **record):
         with open(self.path, "a", encoding="utf-8") as file:

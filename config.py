@@ -80,6 +80,9 @@ class TrainConfig:
 
     def check(self):
         """Raises ValueError with one sentence: the field, its value, the nearest legal value."""
+        for f in fields(self):
+            value, kinds = getattr(self, f.name), (int, float) if f.type is float else f.type
+            need(isinstance(value, kinds), f"{f.name}={value!r} must be of type {f.type.__name__}")
         for lowest, names in AT_LEAST.items():
             for name in names.split():
                 value = getattr(self, name)

@@ -24,7 +24,7 @@ from tqdm import tqdm
 import checkpoint
 import data
 import memory
-from config import MAY_CHANGE, PRESETS, TrainConfig
+from config import MAY_CHANGE, PRESETS, TrainConfig, need
 from device import PEAK_FLOPS, compiled, made_with, precision
 from distributed import ALONE, StopOnSignal, join
 from evaluate import evaluate
@@ -70,17 +70,21 @@ def starting_point(cfg, processes):
             f"{cfg.out_dir} holds a run already: add --resume to go on with it, or choose another --out_dir"
         )
     if cfg.resume:
-        for name, old in state["train_config"].items():
-            if name not in MAY_CHANGE and getattr(cfg, name) != old:
-                raise ValueError(f"{name}={getattr(cfg, name)!r} cannot change on --resume: this run has {old!r}")
+        need("optimizer" in state, f"{cfg.out_dir}/ckpt.pt has weights alone, as best.pt has: use --init_from")
         old = state["train_config"]
+        for name in old:
+            new = getattr(cfg, name, None)
+            need(
+                name in MAY_CHANGE or new == old[name],
+                f"{name}={new!r} cannot change on --resume: it was {old[name]!r}",
+            )
         windows = processes * cfg.batch_size * cfg.gradient_accumulation_steps
         theirs = state.get("processes", 1) * old["batch_size"] * old["gradient_accumulation_steps"]
-        if windows != theirs:
-            raise ValueError(
-                f"processes={processes} x batch_size={cfg.batch_size} x gradient_accumulation_steps="
-                f"{cfg.gradient_accumulation_steps} is {windows} windows an update: this run has {theirs}, make it so"
-            )
+        need(
+            windows == theirs,
+            f"processes={processes} x batch_size={cfg.batch_size} x gradient_accumulation_steps="
+            f"{cfg.gradient_accumulation_steps} is {windows} windows an update: this run has {theirs}, make it so",
+        )
     if not (goes_on or cfg.out_dir):
         cfg = replace(cfg, out_dir=str(checkpoint.free_name(f"{Path(cfg.dataset).stem}-{cfg.attention}")))
 
@@ -162,8 +166,9 @@ def train(cfg, team=ALONE):
     run = Path(cfg.out_dir)
     if team.first:
         run.mkdir(parents=True, exist_ok=True)
+    log = team.together(lambda: checkpoint.Log(run, step if cfg.resume else None) if team.first else nullcontext())
+    if team.first:
         checkpoint.write_config(run, asdict(replace(cfg, resume=False)))
-        log = checkpoint.Log(run, step if cfg.resume else None)
         if not cfg.resume:
             log.append(
                 **made_with(gpu or device.type), processes=team.size, params=params, params_standard=standard,
@@ -187,7 +192,7 @@ def train(cfg, team=ALONE):
         print(f"entropy of all stories {dataset.meta['expected_entropy']:.4f}; answers right by guessing: {guesses}")
     bar = tqdm(total=cfg.max_iters, initial=step, unit="step", disable=not sys.stderr.isatty(), smoothing=0.05)
     train_loss, seconds, counted, timed = None, 0.0, 0, step + 10
-    with StopOnSignal() as stop, bar, memory.in_words(needs):
+    with StopOnSignal() as stop, bar, log, memory.in_words(needs):
         while True:
             signum = team.highest(stop.signum)  # a signal to one process stops all
             last = step >= cfg.max_iters or signum
@@ -296,7 +301,8 @@ def main():
             default, goes_on = replace(TrainConfig(), **PRESETS[cfg.preset]), cfg.resume or cfg.eval_only
             if goes_on:
                 out_dir = cfg.out_dir or str(checkpoint.newest_run())
-                default = replace(TrainConfig(**checkpoint.read_config(out_dir)), out_dir=out_dir)
+                default = replace(checkpoint.read_config(out_dir, TrainConfig), out_dir=out_dir)
+                default.check()
             elif cfg.init_from:
                 theirs = checkpoint.load(checkpoint.find(cfg.init_from))["model_config"]
                 default = replace(default, **{k: v for k, v in theirs.items() if k != "vocab_size"})

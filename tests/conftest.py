@@ -3,11 +3,16 @@
 import matplotlib
 import pytest
 import torch
+from hypothesis import settings
 
 matplotlib.use("Agg")
 torch.set_num_threads(1)  # tiny models: a second thread only waits for the first
 
 from config import TrainConfig  # noqa: E402
+
+settings.register_profile("suite", deadline=None, derandomize=True, max_examples=60)
+settings.register_profile("long", deadline=None, max_examples=2000, print_blob=True)
+settings.load_profile("suite")  # --hypothesis-profile=long chooses the other
 
 WORDS = "the ship that left the harbour at dawn came back before the evening bell had rung twice over".split()
 

@@ -10,7 +10,7 @@ import tyro
 
 import experiments
 from config import TrainConfig
-from experiments import compare, maps, speed
+from experiments import check_port, compare, maps, speed
 from sample import SampleConfig
 
 ROOT = Path(__file__).parent.parent
@@ -19,6 +19,7 @@ COMMANDS = re.findall(r"^(python .*?)(?:  +#.*)?$", "\n".join(re.findall(r"```sh
 CONFIGS = {
     "train.py": TrainConfig,
     "sample.py": SampleConfig,
+    "experiments.check_port": check_port.CheckPortConfig,
     "experiments.compare": compare.CompareConfig,
     "experiments.maps": maps.MapsConfig,
     "experiments.speed": speed.SpeedConfig,

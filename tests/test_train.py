@@ -51,7 +51,7 @@ def test_run_from_text_to_sample(kind, tiny, capsys):
     result = train(tiny(attention=kind, max_iters=60, eval_interval=20, learning_rate=3e-3))
     run = Path(result["out_dir"])
     assert run == Path(f"runs/harbour-{kind}")
-    assert {p.name for p in run.iterdir()} == {"config.json", "log.jsonl", "ckpt.pt", "best.pt"}
+    assert {p.name for p in run.iterdir()} == {"config.json", "log.jsonl", "ckpt.pt", "best.pt", "lock"}
     first, last = result["history"][0][1], result["val_loss"]
     assert last < first - 0.5 and result["best_val_loss"] == min(loss for _, loss in result["history"])
     header, *lines = checkpoint.read_log(run)
@@ -339,6 +339,17 @@ def test_a_second_run_never_overwrites_the_first(tiny):
         train(tiny(out_dir="runs/harbour-diff"))
 
 
+def test_a_folder_in_use_is_left_alone(tiny):
+    train(tiny(out_dir="run", max_iters=2))
+    with checkpoint.Log("run", 2):
+        before = {p: p.read_bytes() for p in Path("run").iterdir()}
+        with pytest.raises(ValueError, match="run is in use by another process: wait for it, or choose another"):
+            train(tiny(out_dir="run", resume=True))
+        assert before == {p: p.read_bytes() for p in Path("run").iterdir()}
+        assert train(tiny(out_dir="run", eval_only=True))["val_loss"]  # reading is free
+    assert train(tiny(out_dir="run", resume=True, max_iters=4))["steps"] == 4
+
+
 def test_writing_is_whole_or_not_at_all(tmp_path):
     path = tmp_path / "file"
     checkpoint.write(path, lambda file: file.write(b"old"))
@@ -350,6 +361,60 @@ def test_writing_is_whole_or_not_at_all(tmp_path):
     with pytest.raises(OSError):
         checkpoint.write(path, full_disk)
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs fork")
+def test_five_kills():
+    done = run_script("-m", "tests.kills", "--kills=5", cwd=ROOT)  # 100: see its file
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("5 kills of ")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs limits on file sizes")
+def test_a_full_disk_costs_only_what_was_not_saved(tiny):
+    import resource
+
+    straight = train(tiny(out_dir="straight", lr_decay_iters=8))
+    train(tiny(out_dir="run", lr_decay_iters=8, max_iters=4))
+    before = Path("run/ckpt.pt").read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, hard))
+    try:
+        with pytest.raises(OSError, match=r"^\[Errno \d+\] .*: 'run/ckpt.pt'$"):
+            train(tiny(out_dir="run", lr_decay_iters=8, resume=True))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert Path("run/ckpt.pt").read_bytes() == before and not list(Path("run").glob("*.new"))
+    assert train(tiny(out_dir="run", lr_decay_iters=8, resume=True))["val_loss"] == straight["val_loss"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs users")
+def test_a_folder_that_cannot_be_written(tiny, text_file, tmp_path, monkeypatch):
+    Path("text.txt").write_bytes(text_file.read_bytes())
+    monkeypatch.setattr("data.CACHE", Path("cache"))
+    train(tiny(dataset="text.txt", out_dir="run", max_iters=2))
+    before = {p: p.read_bytes() for p in Path("run").iterdir()}
+    tmp_path.chmod(0o555)
+    Path("run").chmod(0o555)
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)  # nobody: root may write everywhere
+    try:
+        for out_dir, resume in (("run", True), ("new", False)):
+            with pytest.raises(PermissionError, match=out_dir):
+                train(tiny(dataset="text.txt", out_dir=out_dir, resume=resume))
+    finally:
+        os.seteuid(user)
+        tmp_path.chmod(0o755)
+        Path("run").chmod(0o755)
+    assert before == {p: p.read_bytes() for p in Path("run").iterdir()} and not Path("new").exists()
+
+
+def test_weights_alone_cannot_be_resumed(tiny):
+    train(tiny(out_dir="run", max_iters=2))
+    Path("run/best.pt").replace("run/ckpt.pt")
+    with pytest.raises(ValueError, match="run/ckpt.pt has weights alone.*--init_from"):
+        train(tiny(out_dir="run", resume=True))
 
 
 class Hook:
@@ -380,13 +445,14 @@ def test_checkpoint_prints_its_text_without_the_data_folder(tiny):
 
 
 def test_log_survives_a_cut_line(tmp_path):
-    log = checkpoint.Log(tmp_path)
-    for step in range(4):
-        log.append(step=step)
+    with checkpoint.Log(tmp_path) as log:
+        for step in range(4):
+            log.append(step=step)
     with open(log.path, "a") as file:
         file.write('{"step": 4, "lo')
     assert checkpoint.read_log(tmp_path) == [{"step": s} for s in range(4)]
-    checkpoint.Log(tmp_path, 2).append(step=2, again=True)
+    with checkpoint.Log(tmp_path, 2) as log:
+        log.append(step=2, again=True)
     assert checkpoint.read_log(tmp_path) == [{"step": 0}, {"step": 1}, {"step": 2, "again": True}]
 
 
