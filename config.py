@@ -22,7 +22,7 @@ class TrainConfig:
     n_head: int = 2  # query heads of the standard kind
     n_kv_head: int = 0  # key heads; 0 means n_head
     n_embd: int = 64  # channels
-    block_size: int = 224  # tokens a window
+    block_size: int = 200  # tokens a window
     dropout: float = 0.0
     init_std: float = GPTConfig.init_std  # of every matrix at the start
     rope_theta: float = GPTConfig.rope_theta
@@ -42,7 +42,7 @@ class TrainConfig:
     questions: int = Difficulty.questions  # stories: questions at the end
 
     # the optimiser
-    max_iters: int = 8000  # updates
+    max_iters: int = 9000  # updates
     batch_size: int = 8  # windows a micro-batch
     gradient_accumulation_steps: int = 1  # micro-batches an update, in each process of torchrun's
     learning_rate: float = 1.5e-3  # at its highest

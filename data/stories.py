@@ -34,7 +34,7 @@ ALPHABET = "\n" + "".join([*NAMES, *COLOURS, *THINGS, *SCENES, FACT, SIGHTING, Q
 class Difficulty:
     """What a story holds. All counts are exact, not averages."""
 
-    people: int = 4  # each with a colour and a thing that nobody else has
+    people: int = 3  # each with a colour and a thing that nobody else has
     distractors: int = 2  # sentences about nothing
     sightings: int = 0  # sentences in which somebody saw a thing, which is no answer
     restatements: int = 0  # facts said a second time, after all of them were said

@@ -89,7 +89,7 @@ class Parsed(Exception):
 def outcome(module, name, args):
     """Runs a script's main as far as its settings have been checked."""
 
-    def stand_in(cfg):
+    def stand_in(cfg, *_):
         cfg.check()
         raise Parsed
 
