@@ -10,6 +10,7 @@ import json
 import math
 import shutil
 import sys
+import traceback
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -26,14 +27,17 @@ import train as training
 from config import TrainConfig
 from train import train
 
-KINDS_OF_ERROR = (ValueError, OSError, FloatingPointError)  # what the commands turn into a sentence
+ROOT = Path(__file__).parent.parent
 CHARACTERS = st.characters(codec="utf-8")
+ERRORS = (ValueError, OSError, FloatingPointError)  # what the commands turn into a sentence
 
 
 def sentence(error):
-    """Asserts that an error is one line that says something."""
-    text = str(error)
+    """Asserts that an error is one line, and the system's or one that this project raises on purpose."""
+    text, source = str(error), traceback.extract_tb(error.__traceback__)[-1]
     assert text.strip() and "\n" not in text, repr(error)
+    ours = Path(source.filename).is_relative_to(ROOT) and source.line.startswith("raise")
+    assert ours or isinstance(error, OSError), f"{error!r} comes from {source}"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -103,7 +107,7 @@ def outcome(module, name, args):
             return
         except SystemExit as done:
             if isinstance(done.code, str):
-                sentence(done.code)
+                sentence(done.__context__)
             else:
                 assert done.code in (0, 2), done.code
                 assert out.buffer.getvalue(), "it ended without a word"
@@ -155,7 +159,7 @@ def test_settings(changes, more_iters):
             if more_iters is not None:
                 result = train(replace(cfg, resume=True, max_iters=more_iters))
         assert np.isfinite([result["val_loss"], result["best_val_loss"]]).all()
-    except KINDS_OF_ERROR as error:
+    except ERRORS as error:
         sentence(error)
     finally:
         shutil.rmtree("new", ignore_errors=True)
@@ -192,7 +196,7 @@ def test_texts(raw, tokenizer, block_size, step):
         dataset = data.load("bring.txt", tokenizer, 260)
         x, y = dataset.batch(step, 3, block_size, seed=0)
         val_x, val_y, _ = dataset.val_windows(5, block_size)
-    except KINDS_OF_ERROR as error:
+    except ERRORS as error:
         return sentence(error)
     text = raw.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     assert b"".join(dataset.tokenizer.decode_bytes(dataset.tokens(s)) for s in ("train", "val")).decode() == text
@@ -209,11 +213,12 @@ def test_texts(raw, tokenizer, block_size, step):
 def test_damaged_checkpoints(choose):
     """A file with bytes changed, cut off, put in or left out is refused, or still is the one that was saved."""
     whole = Path("char/ckpt.pt").read_bytes()
-    raw, place = bytearray(whole), st.integers(0, len(whole))
+    raw, place, few = bytearray(whole), st.integers(0, len(whole) - 1), st.binary(min_size=1, max_size=4)
     for _ in range(choose.draw(st.integers(1, 3))):
-        start = choose.draw(place)
-        end = choose.draw(st.just(start) | st.just(start + 1) | st.just(len(whole)) | place)
-        raw[start:end] = choose.draw(st.binary(max_size=3) | st.integers(0, 8).map(bytes))
+        start, new = choose.draw(place), choose.draw(few)
+        how = choose.draw(st.sampled_from(["change", "change", "change", "cut", "put in", "leave out"]))
+        end = {"cut": len(raw), "put in": start, "leave out": start + len(new), "change": start + len(new)}[how]
+        raw[start:end] = new if how in ("change", "put in") else b""
     Path("bring.pt").write_bytes(raw)
     try:
         state = checkpoint.load("bring.pt")
@@ -234,7 +239,8 @@ NUMBERS = dict(
     top_p=[-1.0, 0.0, 1e-300, 0.5, 1.0, 1.5, math.nan], out_dir=["char", "bpe", "nowhere", "text.txt"],
 )  # fmt: skip
 CHOICES = [(name, value) for name, values in NUMBERS.items() for value in values]
-NAMED = st.sampled_from(["FILE:bring.txt", "FILE:-"]) | st.text(max_size=9).map("FILE:{}".format)
+FILENAMES = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=9).map("FILE:{}".format)
+NAMED = st.sampled_from(["FILE:bring.txt", "FILE:-"]) | FILENAMES
 PROMPTS = st.text("the cat sat on the mat.\n") | TEXTS | NAMED
 
 
@@ -242,10 +248,13 @@ PROMPTS = st.text("the cat sat on the mat.\n") | TEXTS | NAMED
 def test_prompts(numbers, start, raw):
     Path("bring.txt").write_bytes(raw)
     cfg = sample.SampleConfig(**{"max_new_tokens": 5, "device": "cpu", "out_dir": "char", **numbers, "start": start})
-    try:
-        with quiet() as out, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw)))
+    with quiet() as out, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw)))
+        try:
             sample.sample(cfg)
-        assert out.buffer.getvalue().endswith(b"\n")
-    except KINDS_OF_ERROR as error:
-        sentence(error)
+        except ERRORS as error:
+            return sentence(error)
+    text = raw.decode("utf-8-sig") if start in ("FILE:-", "FILE:bring.txt") else start
+    prompt = text.removeprefix("\ufeff").replace("\r\n", "\n")
+    assert out.buffer.getvalue().decode().split("\n", 1)[1].startswith(prompt)
+    assert cfg.out_dir == "bpe" or set(prompt) <= set(checkpoint.load("char/ckpt.pt")["tokenizer"]["chars"])
