@@ -1,35 +1,23 @@
-"""What does the second map cost? Time and memory of training and generating, on whatever machine this is.
+"""What does the second map cost? A training step of each kind, and generating, on whatever machine this is.
 
-    python -m experiments.speed                      # half an hour on two cores
-    python -m experiments.speed --steps=3 --longest=2048 --tokens=64   # a quick look
+    python -m experiments.speed                      # ten minutes on two cores
+    python -m experiments.speed --steps=3 --tokens=64   # a quick look
     python -m experiments.speed --peer=transformers  # and beside Hugging Face's Llama and DiffLlama
 
-All that is compared is interleaved (A B C A B C ..) in one process, each turn between two waits for the device, and
-compared by medians, so that a machine that others use slows all alike. Peak memory is that of a fresh process each.
-Nothing but torch and model.py is needed to measure; the command line, the result and the picture need the rest.
+Every kind runs at its fastest. Beside each ratio to standard attention stands the one that the needed multiplications
+alone would give. Measuring needs nothing but torch and model.py; the command line and the result need the rest.
 """
 
-import math
-import subprocess
 import sys
-import time
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from torch.profiler import ProfilerActivity, profile
 
 from device import PEAK_FLOPS
-from model import ATTENTIONS, GPT, GPTConfig, blocks, eager, fastest, flash, fused, rope_table
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-GPU = torch.cuda.get_device_name() if DEVICE == "cuda" else ""
-PATHS = {"fastest": fastest, "eager": eager, "fused": fused, "blocks": blocks}
-LENGTHS = (256, 1024, 2048, 4096, 8192, 16384)  # tokens, of one layer
-LONGEST_OF_MAPS = 4096  # tokens: what paths that keep whole maps are asked for
+from experiments.measure import DEVICE, GPU, afresh, clock, interleaved, mixed_precision, peak_mib
+from model import ATTENTIONS, GPT, GPTConfig, flash
 
 WIDE = GPTConfig(n_layer=6, n_head=6, n_embd=384)
 SHAPES = {  # name: (batch size, the model); main adds the default model
@@ -99,28 +87,10 @@ def build(name, cfg):
 # Measuring
 
 
-def clock():
-    """Seconds, once the device has done all it was given."""
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def interleaved(turns, rounds, warm_up=2):
-    """turns: {name: function -> seconds, or a tuple of them}. {name: median, or a tuple of medians}."""
-    taken = {name: [] for name in turns}
-    for i in range(warm_up + rounds):
-        for name, turn in turns.items():
-            seconds = turn()
-            if i >= warm_up:
-                taken[name].append(seconds)
-    return {name: torch.tensor(s).median(dim=0).values.tolist() for name, s in taken.items()}
-
-
 def training_step(model, optimizer, idx):
     """One update on random ids. Seconds after the forward pass, after the backward pass, after all."""
     start = clock()
-    with torch.autocast(DEVICE, torch.bfloat16, enabled=DEVICE == "cuda"):
+    with mixed_precision():
         _, loss = model(idx[:, :-1], idx[:, 1:])
     forward = clock()
     loss.backward()
@@ -154,34 +124,6 @@ def steps(names, batch_size, cfg, rounds):
     return numbers
 
 
-def layer_pass(kind, path, T):
-    """Forward and backward of one attention layer over T tokens, 2 heads of 64, batch 1. Seconds."""
-    cfg = GPTConfig(n_head=2, n_embd=128, attention=kind)
-    layer = ATTENTIONS[kind](cfg, layer=0).to(DEVICE)
-    for p in layer.parameters():
-        torch.nn.init.normal_(p, std=0.1)
-    layer.attend = PATHS[path]
-    x = torch.randn(1, T, cfg.n_embd, device=DEVICE, requires_grad=True)
-    rope, start = rope_table(cfg, 0, T, like=x), clock()
-    with torch.autocast(DEVICE, torch.bfloat16, enabled=DEVICE == "cuda"):
-        y = layer(x, rope)
-    y.sum().backward()
-    return clock() - start
-
-
-def kernels(kind, path, T=256):
-    """Names of the attention kernels of a layer's backward pass, from the profiler."""
-    with profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (DEVICE == "cuda")]) as prof:
-        layer_pass(kind, path, T)
-    names = {event.key.removeprefix("aten::") for event in prof.key_averages()}
-    wanted = ("_scaled_dot_product", "softmax")
-    return sorted(name for name in names if any(w in name for w in wanted) and "backward" in name.lower())
-
-
-def peak_of_layer(kind, path, T):
-    return peak_mib(lambda: layer_pass(kind, path, 16), lambda: layer_pass(kind, path, T))
-
-
 def peak_of_step(name, batch_size, cfg):
     def update(batch_size, T):
         model = build(name, cfg)
@@ -189,49 +131,6 @@ def peak_of_step(name, batch_size, cfg):
         training_step(model, torch.optim.AdamW(model.parameters(), fused=True), idx)
 
     return peak_mib(lambda: update(1, 8), lambda: update(batch_size, cfg.block_size))
-
-
-def peak_mib(warm_up, run):
-    """What `run` adds to the peak memory of this process, in MiB, after something small that loads what it needs."""
-
-    def peak():
-        if DEVICE == "cuda":
-            return torch.cuda.max_memory_allocated() / 2**20
-        with open("/proc/self/status") as status:  # Linux
-            return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) / 2**10
-
-    warm_up()
-    before = peak()
-    run()
-    return peak() - before
-
-
-def afresh(function, *args):
-    """function(*args), a number, in a process of its own."""
-    code = "from model import GPTConfig; from experiments import speed; print(speed.{}(*{!r}))"
-    command = [sys.executable, "-c", code.format(function.__name__, args)]
-    root = Path(__file__).parents[1]
-    return float(subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout)
-
-
-def layers(lengths, rounds):
-    """One layer, {length: {"kind, path": {"ms", "ratio" to standard, "peak_mib"}}}."""
-    table = {}
-    for T in lengths:
-        paths = ["fastest", "fused"] if T > LONGEST_OF_MAPS else list(PATHS)
-        kinds = {kind: paths if kind == "diff" else set(paths) & {"fastest", "eager"} for kind in ATTENTIONS}
-        cases = {f"{kind}, {path}": (kind, path, T) for kind in kinds for path in PATHS if path in kinds[kind]}
-        ms = interleaved({name: partial(layer_ms, *case) for name, case in cases.items()}, rounds)
-        base = ms["standard, fastest"][0]
-        table[T] = {
-            name: {"ms": ms[name][0], "ratio": ms[name][0] / base, "peak_mib": afresh(peak_of_layer, *case)}
-            for name, case in cases.items()
-        }
-    return table
-
-
-def layer_ms(*case):
-    return (1e3 * layer_pass(*case),)
 
 
 def generation(names, tokens, rounds=3):
@@ -260,7 +159,6 @@ def tables(numbers):
     """{name: rows} of what the terminal and the README show."""
     compared = [name for name in next(iter(numbers["shapes"].values()))["models"] if name != "standard"]
     step = [["training step", "batch x tokens", "standard, tokens/s", *(f"{name} / standard" for name in compared)]]
-    peak = [["peak MiB of a step", *numbers["shapes"]]]
     for name, shape in numbers["shapes"].items():
         row = [
             name,
@@ -272,51 +170,16 @@ def tables(numbers):
             floor = f" (FLOPs {model['flops_ratio']:.2f})" if "flops_ratio" in model else ""
             row.append(f"{model['ratio']:.2f}{floor}")
         step.append(row)
+    peak = [["peak MiB of a step", *numbers["shapes"]]]
     for name in ["standard", *compared]:
         peak.append([name, *(f"{s['models'][name]['peak_mib']:.0f}" for s in numbers["shapes"].values())])
-    lengths = list(numbers["layers"])
-    layer = [["one layer: ms / MiB", *(f"T = {T}" for T in lengths), "memory grows as"]]
-    for case in numbers["layers"][lengths[0]]:
-        cells = [numbers["layers"][T].get(case) for T in lengths]
-        growth = f"T^{exponent(numbers['layers'], case):.2f}"
-        layer.append([case, *(f"{c['ms']:.1f} / {c['peak_mib']:.0f}" if c else "" for c in cells), growth])
-    kernel = [["path", "kernel of the backward pass"]]
-    kernel += [[path, ", ".join(names)] for path, names in numbers["kernels"].items()]
     written = [["generating", "tokens/s"], *([name, f"{n:.0f}"] for name, n in numbers["generation"].items())]
-    return {"step": step, "peak": peak, "layer": layer, "kernel": kernel, "generation": written}
-
-
-def exponent(layers, case):
-    """x, where peak memory grows as T^x: the slope of the logarithms, over lengths that `fastest` leaves to `fused`."""
-    points = [(int(T), row[case]["peak_mib"]) for T, row in layers.items() if int(T) > 1024 and case in row]
-    return np.polyfit(*np.log(points).T, deg=1)[0] if len(points) > 1 else math.nan
-
-
-def picture(numbers, path):
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
-    for color, kind in zip(("C0", "C3", "C2"), ATTENTIONS):
-        for style, way in (("-", "fastest"), (":", "eager")):
-            points = [(T, row[f"{kind}, {way}"]) for T, row in numbers["layers"].items() if f"{kind}, {way}" in row]
-            lengths = [int(T) for T, _ in points]
-            for axes, value in ((left, "ms"), (right, "peak_mib")):
-                axes.loglog(lengths, [p[value] for _, p in points], color + style, marker=".", label=f"{kind}, {way}")
-    for axes, label in ((left, "ms"), (right, "peak MiB")):
-        axes.set(xlabel="T, tokens", ylabel=f"one layer, forward and backward, {label}")
-        axes.grid(alpha=0.3)
-    left.legend(fontsize=8)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    return {"step": step, "peak": peak, "generation": written}
 
 
 @dataclass
 class SpeedConfig:
     steps: int = 20  # timed turns of each model
-    longest: int = LENGTHS[-1]  # tokens, of one layer
     tokens: int = 512  # to generate
     peer: str = ""  # transformers: also measure its Llama and DiffLlama
 
@@ -328,26 +191,21 @@ def main():
     from config import TrainConfig
 
     cfg = tyro.cli(SpeedConfig, description=__doc__)
-    if cfg.steps < 1 or cfg.longest < LENGTHS[0] or cfg.tokens < 1 or cfg.peer not in ("", "transformers"):
-        sys.exit(f"speed: steps and tokens must be at least 1, longest at least {LENGTHS[0]}, peer transformers: {cfg}")
+    if cfg.steps < 1 or cfg.tokens < 1 or cfg.peer not in ("", "transformers"):
+        sys.exit(f"speed: steps and tokens must be at least 1, and peer, if any, transformers: {cfg}")
     peers = ["Llama", "DiffLlama"] if cfg.peer else []
     names, default = [*ATTENTIONS, "four calls", *peers], TrainConfig()
     shapes = {"the default model": (default.batch_size, default.model_config()), **SHAPES}
     numbers = {"device": DEVICE, "steps": cfg.steps, "shapes": {}}
     for name, (batch_size, shape) in shapes.items():
-        print(f"timing {name}", file=sys.stderr)
+        print(f"measuring {name}", file=sys.stderr)
         models = steps(names, batch_size, shape, cfg.steps)
         for other in names:
             models[other]["peak_mib"] = afresh(peak_of_step, other, batch_size, shape)
         numbers["shapes"][name] = {"batch_size": batch_size, "tokens": shape.block_size, "models": models}
-    print("timing one layer", file=sys.stderr)
-    numbers["layers"] = layers([T for T in LENGTHS if T <= cfg.longest], max(1, cfg.steps // 4))
-    numbers["kernels"] = {f"{kind}, {path}": kernels(kind, path) for kind in ATTENTIONS for path in PATHS}
-    print("timing generation", file=sys.stderr)
+    print("measuring generation", file=sys.stderr)
     numbers["generation"] = generation([*ATTENTIONS, *peers], cfg.tokens)
     experiments.save(experiments.RESULTS / "speed.json", numbers)
-    numbers = experiments.load("speed")
-    picture(numbers, experiments.RESULTS / "speed.png")
     for rows in tables(numbers).values():
         print()
         experiments.print_table(rows)

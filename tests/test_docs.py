@@ -21,6 +21,7 @@ CONFIGS = {
     "sample.py": SampleConfig,
     "experiments.check_port": check_port.CheckPortConfig,
     "experiments.compare": compare.CompareConfig,
+    "experiments.length": length.LengthConfig,
     "experiments.maps": maps.MapsConfig,
     "experiments.speed": speed.SpeedConfig,
 }
@@ -75,9 +76,10 @@ def test_tables_of_losses_are_the_results(name):
     assert shown(name) == compare.table(experiments.load(name))
 
 
-@pytest.mark.parametrize("name", ["step", "memory"])
-def test_tables_of_speed_are_the_results(name):
-    assert shown(f"speed: {name}") == speed.tables(experiments.load("speed"))[name]
+@pytest.mark.parametrize("experiment, name", [(speed, "step"), (speed, "generation"), (length, "layer")])
+def test_tables_of_speed_are_the_results(experiment, name):
+    results = experiment.__name__.split(".")[-1]
+    assert shown(f"{results}: {name}") == experiment.tables(experiments.load(results))[name]
 
 
 def test_pictures_are_there():

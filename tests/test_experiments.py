@@ -12,7 +12,7 @@ import torch
 
 import experiments
 from data.tokenizers import CharTokenizer
-from experiments import compare, maps, mean_sd, paired, speed, trained
+from experiments import compare, length, maps, mean_sd, measure, paired, speed, trained
 from model import ATTENTIONS, GPT, GPTConfig, eager, fastest
 from sample import encode_prompt
 
@@ -174,16 +174,16 @@ def test_speed_of_generation():
 def test_kernels_are_named(kind):
     if torch.cuda.is_available():
         pytest.skip("this names the CPU's kernels; on CUDA they have others")
-    assert speed.kernels(kind, "fused") == ["_scaled_dot_product_flash_attention_for_cpu_backward"]
-    assert speed.kernels(kind, "eager") == speed.kernels(kind, "fastest") == ["_softmax_backward_data"]
-    assert speed.kernels(kind, "fastest", T=1025) == ["_scaled_dot_product_flash_attention_for_cpu_backward"]
+    assert length.kernels(kind, "fused") == ["_scaled_dot_product_flash_attention_for_cpu_backward"]
+    assert length.kernels(kind, "eager") == length.kernels(kind, "fastest") == ["_softmax_backward_data"]
+    assert length.kernels(kind, "fastest", T=1025) == ["_scaled_dot_product_flash_attention_for_cpu_backward"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a process's peak memory is read from /proc")
 @pytest.mark.parametrize("kind", ATTENTIONS)
 def test_memory_is_linear_when_fused(kind):
     fused, eager = (
-        [speed.afresh(speed.peak_of_layer, kind, path, T) for T in (1100, 4400)] for path in ("fastest", "eager")
+        [measure.afresh(length.peak_of_layer, kind, path, T) for T in (1100, 4400)] for path in ("fastest", "eager")
     )
     # four times as long: 4 if linear, 16 if quadratic
     assert fused[1] < 6 * fused[0] and eager[1] > 6 * eager[0] and eager[1] > 5 * fused[1], (fused, eager)
@@ -192,7 +192,7 @@ def test_memory_is_linear_when_fused(kind):
 def test_exponent():
     layers = {str(T): {"case": {"peak_mib": 3 * T**1.5}} for T in (256, 2048, 4096)}
     layers["256"]["case"]["peak_mib"] = 1e9  # left out: another path
-    assert speed.exponent(layers, "case") == pytest.approx(1.5)
+    assert length.exponent(layers, "case") == pytest.approx(1.5)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; test_fused_is_fused is its twin on the CPU")
@@ -210,4 +210,4 @@ def test_bfloat16_on_a_gpu(kind):
             errors.append((model(idx)[0] - exact).abs().max().item())
     # twice an honest computation in the same type, and a floor of a rounding of the largest logit
     assert errors[1] <= 2 * errors[0] + 2**-8 * exact.abs().max().item()
-    assert any("flash" in name or "cudnn" in name for name in speed.kernels(kind, "fastest"))
+    assert any("flash" in name or "cudnn" in name for name in length.kernels(kind, "fastest"))

@@ -1,0 +1,140 @@
+"""How do time and memory grow with the length of a text? One attention layer, by each path, forward and backward.
+
+    python -m experiments.length                     # ten minutes on two cores
+    python -m experiments.length --longest=2048 --rounds=1   # a quick look
+
+Shows where each path of model.py pays, and so where its rule, `fastest`, should change from one to the other.
+"""
+
+import math
+import sys
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from experiments.measure import DEVICE, afresh, clock, interleaved, mixed_precision, peak_mib
+from model import ATTENTIONS, BLOCKS_UNTIL, GPTConfig, blocks, eager, fastest, fused, rope_table
+
+PATHS = {"fastest": fastest, "eager": eager, "fused": fused, "blocks": blocks}
+LENGTHS = (256, 1024, 2048, 4096, 8192, 16384)  # tokens
+LONGEST_OF_MAPS = 4096  # tokens: what paths that keep whole maps are asked for
+
+
+def layer_pass(kind, path, T):
+    """Forward and backward of one attention layer over T tokens, 2 heads of 64, batch 1. Seconds."""
+    cfg = GPTConfig(n_head=2, n_embd=128, attention=kind)
+    layer = ATTENTIONS[kind](cfg, layer=0).to(DEVICE)
+    for p in layer.parameters():
+        torch.nn.init.normal_(p, std=0.1)
+    layer.attend = PATHS[path]
+    x = torch.randn(1, T, cfg.n_embd, device=DEVICE, requires_grad=True)
+    rope, start = rope_table(cfg, 0, T, like=x), clock()
+    with mixed_precision():
+        y = layer(x, rope)
+    y.sum().backward()
+    return clock() - start
+
+
+def kernels(kind, path, T=256):
+    """Names of the attention kernels of a layer's backward pass, from the profiler."""
+    with profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (DEVICE == "cuda")]) as prof:
+        layer_pass(kind, path, T)
+    names = {event.key.removeprefix("aten::") for event in prof.key_averages()}
+    wanted = ("_scaled_dot_product", "softmax")
+    return sorted(name for name in names if any(w in name for w in wanted) and "backward" in name.lower())
+
+
+def peak_of_layer(kind, path, T):
+    return peak_mib(lambda: layer_pass(kind, path, 16), lambda: layer_pass(kind, path, T))
+
+
+def layers(lengths, rounds):
+    """One layer, {length: {"kind, path": {"ms", "ratio" to standard, "peak_mib"}}}."""
+    table = {}
+    for T in lengths:
+        paths = ["fastest", "fused"] if T > LONGEST_OF_MAPS else list(PATHS)
+        kinds = {kind: paths if kind == "diff" else set(paths) & {"fastest", "eager"} for kind in ATTENTIONS}
+        cases = {f"{kind}, {path}": (kind, path, T) for kind in kinds for path in PATHS if path in kinds[kind]}
+        ms = interleaved({name: partial(layer_ms, *case) for name, case in cases.items()}, rounds)
+        base = ms["standard, fastest"][0]
+        table[T] = {
+            name: {"ms": ms[name][0], "ratio": ms[name][0] / base, "peak_mib": afresh(peak_of_layer, *case)}
+            for name, case in cases.items()
+        }
+    return table
+
+
+def layer_ms(*case):
+    return (1e3 * layer_pass(*case),)
+
+
+def exponent(layers, case):
+    """x, where peak memory grows as T^x: the slope of the logarithms, over lengths that `fastest` leaves to `fused`."""
+    points = [(int(T), row[case]["peak_mib"]) for T, row in layers.items() if int(T) > BLOCKS_UNTIL and case in row]
+    return np.polyfit(*np.log(points).T, deg=1)[0] if len(points) > 1 else math.nan
+
+
+def tables(numbers):
+    """{name: rows} of what the terminal and the README show."""
+    lengths = list(numbers["layers"])
+    layer = [["one layer: ms / MiB", *(f"T = {T}" for T in lengths), "memory grows as"]]
+    for case in numbers["layers"][lengths[0]]:
+        cells = [numbers["layers"][T].get(case) for T in lengths]
+        growth = f"T^{exponent(numbers['layers'], case):.2f}"
+        layer.append([case, *(f"{c['ms']:.1f} / {c['peak_mib']:.0f}" if c else "" for c in cells), growth])
+    kernel = [["path", "kernel of the backward pass"]]
+    kernel += [[path, ", ".join(names)] for path, names in numbers["kernels"].items()]
+    return {"layer": layer, "kernel": kernel}
+
+
+def picture(numbers, path):
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    for color, kind in zip(("C0", "C3", "C2"), ATTENTIONS):
+        for style, way in (("-", "fastest"), (":", "eager")):
+            points = [(T, row[f"{kind}, {way}"]) for T, row in numbers["layers"].items() if f"{kind}, {way}" in row]
+            lengths = [int(T) for T, _ in points]
+            for axes, value in ((left, "ms"), (right, "peak_mib")):
+                axes.loglog(lengths, [p[value] for _, p in points], color + style, marker=".", label=f"{kind}, {way}")
+    for axes, label in ((left, "ms"), (right, "peak MiB")):
+        axes.set(xlabel="T, tokens", ylabel=f"one layer, forward and backward, {label}")
+        axes.grid(alpha=0.3)
+    left.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+@dataclass
+class LengthConfig:
+    longest: int = LENGTHS[-1]  # tokens
+    rounds: int = 5  # timed turns of each path
+
+
+def main():
+    import tyro
+
+    import experiments
+
+    cfg = tyro.cli(LengthConfig, description=__doc__)
+    if cfg.rounds < 1 or cfg.longest < LENGTHS[0]:
+        sys.exit(f"length: rounds={cfg.rounds} must be at least 1 and longest={cfg.longest} at least {LENGTHS[0]}")
+    numbers = {"device": DEVICE, "rounds": cfg.rounds}
+    numbers["layers"] = layers([T for T in LENGTHS if T <= cfg.longest], cfg.rounds)
+    numbers["kernels"] = {f"{kind}, {path}": kernels(kind, path) for kind in ATTENTIONS for path in PATHS}
+    experiments.save(experiments.RESULTS / "length.json", numbers)
+    numbers = experiments.load("length")
+    picture(numbers, experiments.RESULTS / "length.png")
+    for rows in tables(numbers).values():
+        print()
+        experiments.print_table(rows)
+
+
+if __name__ == "__main__":
+    main()
