@@ -45,7 +45,7 @@ def command(monkeypatch, capsys):
         (["--n_layer=2.5"], 2, ["2.5", "n-layer"]),
         (["--resume=maybe"], 2, ["maybe"]),
         (["--batchsize=3"], 2, ["--batchsize", "--batch-size"]),  # C04, 11
-        (["-h"], 0, ["--grad-checkpoint", "default: 8000"]),
+        (["-h"], 0, ["--grad-checkpoint", f"default: {TrainConfig.max_iters}"]),
         (["--help"], 0, [f"--{name.replace('_', '-')}" for name in TrainConfig.__dataclass_fields__]),
         (["config/nope.py"], 2, ["config/nope.py"]),
         (["--init_from=foo"], 1, ["foo", "does not exist"]),
