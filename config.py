@@ -41,7 +41,7 @@ class TrainConfig:
     # the optimiser
     max_iters: int = 8000  # updates
     batch_size: int = 8  # windows a micro-batch
-    gradient_accumulation_steps: int = 1  # micro-batches an update, in each process of torchrun's
+    gradient_accumulation_steps: int = 1  # micro-batches an update, in each process
     learning_rate: float = 3e-3  # at its highest
     min_lr: float = 0.0  # at the end
     warmup_iters: int = 50  # updates

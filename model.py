@@ -313,9 +313,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    grad_checkpoint = (
-        False  # memory only: a block keeps its input, and computes the rest again when the gradient needs it
-    )
+    grad_checkpoint = False  # memory only: a block keeps its input alone, and computes again what gradients need
 
     def __init__(self, cfg, seed=0):
         super().__init__()
