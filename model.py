@@ -351,11 +351,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-<<<<<<< HEAD
-    grad_checkpoint = False  # memory only: a block keeps its input, and computes the rest again for its gradient
-=======
     grad_checkpoint = False  # memory only: a block keeps its input alone, and computes again what gradients need
->>>>>>> h2
 
     def __init__(self, cfg, seed=0):
         super().__init__()

@@ -10,7 +10,7 @@ import tyro
 
 import experiments
 from config import TrainConfig
-from experiments import check_port, compare, maps, speed
+from experiments import check_port, compare, length, maps, speed
 from sample import SampleConfig
 
 ROOT = Path(__file__).parent.parent
