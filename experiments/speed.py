@@ -134,7 +134,7 @@ def peak_of_step(name, batch_size, cfg):
 
 
 def generation(names, tokens, rounds=3):
-    """{name: median tokens/s} of writing `tokens` after a prompt of 64, greedily, one text at a time; once without cache."""
+    """{name: median tokens/s} of writing `tokens` after a prompt of 64, greedily, one text; without a cache once."""
     cfg = replace(WIDE, block_size=1024)
     models = {name: build(name, cfg).eval() for name in names}
     prompt = torch.randint(cfg.vocab_size, (1, 64), device=DEVICE)
