@@ -1,5 +1,6 @@
 """The settings of a run: every flag of train.py, its default, and the one check of them all."""
 
+import importlib.util
 import math
 from dataclasses import dataclass, fields
 
@@ -10,6 +11,12 @@ from model import ATTENTIONS, GPTConfig
 def need(ok, sentence):
     if not ok:
         raise ValueError(sentence)
+
+
+def need_packages(*names):
+    """Of those that requirements.txt does not have."""
+    missing = [name for name in names if not importlib.util.find_spec(name)]
+    need(not missing, f"{', '.join(missing)} must be installed for this: pip install {' '.join(missing)}")
 
 
 @dataclass
@@ -57,6 +64,7 @@ class TrainConfig:
     eval_interval: int = 500  # updates
     eval_windows: int = 200  # validation windows (stories: whole stories)
     log_interval: int = 10  # updates
+    log: str = "jsonl"  # jsonl, or tensorboard: its event file beside log.jsonl
     seed: int = 0  # initial weights and dropout
     data_seed: int = 0  # batches
     device: str = "auto"  # auto, cuda, mps or cpu
@@ -90,6 +98,8 @@ class TrainConfig:
             need(getattr(self, name) in legal, f"{name}={getattr(self, name)!r} must be one of {', '.join(legal)}")
         check_model(self.model_config())
         self.difficulty().check()
+        if self.log == "tensorboard":
+            need_packages("tensorboard")
 
 
 AT_LEAST = {
@@ -117,10 +127,11 @@ CHOICES = {
     "compile": ("auto", "on", "off"),
     "lr_schedule": ("linear", "cosine"),
     "tokenizer": ("char", "bpe"),
+    "log": ("jsonl", "tensorboard"),
     "preset": tuple(PRESETS),
 }
 # What may differ when a run is resumed: the rest would make it another run.
-MAY_CHANGE = "max_iters out_dir eval_interval log_interval device compile resume init_from eval_only preset".split()
+MAY_CHANGE = "max_iters out_dir eval_interval log_interval log device compile resume init_from eval_only preset".split()
 
 
 def check_model(cfg):

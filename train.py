@@ -27,6 +27,7 @@ import data
 from config import MAY_CHANGE, PRESETS, TrainConfig
 from device import PEAK_FLOPS, pick_device, precision
 from model import GPT
+from run_log import EventLog, attention_numbers
 
 # ---------------------------------------------------------------------------------------------
 # Parts
@@ -178,7 +179,7 @@ def train(cfg):
     run = Path(cfg.out_dir)
     run.mkdir(parents=True, exist_ok=True)
     checkpoint.write_config(run, asdict(replace(cfg, resume=False)))
-    log = checkpoint.Log(run, step if cfg.resume else None)
+    log = (EventLog if cfg.log == "tensorboard" else checkpoint.Log)(run, step if cfg.resume else None)
     if not cfg.resume:
         log.append(
             torch=torch.__version__, numpy=np.__version__, python=sys.version.split()[0], device=gpu or device.type,
@@ -211,11 +212,9 @@ def train(cfg):
                 val_loss, answers = evaluate(model, windows, cfg.batch_size, device, autocast)
                 if not math.isfinite(val_loss):
                     raise diverged(step, "validation loss", val_loss, run)
-                model.eval()
-                maps = model.attention_maps(torch.from_numpy(windows[0][:1, : min(cfg.block_size, 256)]).to(device))
-                model.train()
-                lambdas = [lam.mean().item() for _, _, lam in maps if lam is not None]
-                log.append(step=step, val_loss=val_loss, answers=answers, lambdas=lambdas)
+                window = torch.from_numpy(windows[0][:1, windows[1][0] >= 0][:, :256])  # without what fills up a story
+                attention = attention_numbers(model, window.to(device))
+                log.append(step=step, val_loss=val_loss, answers=answers, **attention)
                 speed = f", {counted / seconds:,.0f} tokens/s" if seconds else ""
                 bar.write(f"update {step}: {describe(val_loss, answers, entropy)}{speed}")  # print, above the bar
                 if val_loss < best:
@@ -265,8 +264,9 @@ def train(cfg):
     history = [(line["step"], line["val_loss"]) for line in checkpoint.read_log(run) if "val_loss" in line]
     return {
         "val_loss": val_loss, "best_val_loss": best, "train_loss": train_loss, "answers": answers, "entropy": entropy,
-        "lambdas": lambdas, "params": params, "params_standard": standard, "steps": step, "seconds": seconds,
-        "tokens_per_s": counted / seconds if seconds else None, "history": history, "out_dir": str(run),
+        "lambdas": attention["lambdas"], "params": params, "params_standard": standard, "steps": step,
+        "seconds": seconds, "tokens_per_s": counted / seconds if seconds else None, "history": history,
+        "out_dir": str(run),
     }  # fmt: skip
 
 

@@ -11,6 +11,8 @@ import tyro
 import experiments
 from config import TrainConfig
 from experiments import compare, maps, speed
+from export import ExportConfig
+from run_log import EventsConfig
 from sample import SampleConfig
 
 ROOT = Path(__file__).parent.parent
@@ -19,6 +21,8 @@ COMMANDS = re.findall(r"^(python .*?)(?:  +#.*)?$", "\n".join(re.findall(r"```sh
 CONFIGS = {
     "train.py": TrainConfig,
     "sample.py": SampleConfig,
+    "export.py": ExportConfig,
+    "run_log.py": EventsConfig,
     "experiments.compare": compare.CompareConfig,
     "experiments.maps": maps.MapsConfig,
     "experiments.speed": speed.SpeedConfig,
@@ -94,10 +98,12 @@ def imported(file):
 
 def test_imports_run_one_way():
     own = {"attention_numpy", "model", "checkpoint", "config", "device", "data", "train", "sample", "experiments"}
+    own |= {"run_log", "llama", "export"}
     allowed = {
         "attention_numpy.py": set(), "model.py": set(), "checkpoint.py": {"model"}, "config.py": {"model", "data"},
-        "device.py": set(), "train.py": {"model", "checkpoint", "config", "data", "device"},
-        "sample.py": {"checkpoint", "data", "device"},
+        "device.py": set(), "train.py": {"model", "checkpoint", "config", "data", "device", "run_log"},
+        "sample.py": {"checkpoint", "data", "device"}, "run_log.py": {"model", "checkpoint", "config"},
+        "llama.py": {"model", "config"}, "export.py": {"checkpoint", "config", "data", "llama"},
     }  # fmt: skip
     for file, names in allowed.items():
         assert imported(file) & own <= names, file
