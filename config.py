@@ -1,5 +1,6 @@
 """The settings of a run: every flag of train.py, its default, and the one check of them all."""
 
+import importlib.util
 import math
 from dataclasses import dataclass, fields
 
@@ -10,6 +11,12 @@ from model import ATTENTIONS, GPTConfig
 def need(ok, sentence):
     if not ok:
         raise ValueError(sentence)
+
+
+def need_packages(*names):
+    """Of those that requirements.txt does not have."""
+    missing = [name for name in names if not importlib.util.find_spec(name)]
+    need(not missing, f"{', '.join(missing)} must be installed for this: pip install {' '.join(missing)}")
 
 
 @dataclass
@@ -60,6 +67,7 @@ class TrainConfig:
     eval_interval: int = 500  # updates
     eval_windows: int = 200  # validation windows (stories: whole stories)
     log_interval: int = 10  # updates
+    log: str = "jsonl"  # jsonl, or tensorboard: its event file beside log.jsonl
     seed: int = 0  # initial weights and dropout
     data_seed: int = 0  # batches
     device: str = "auto"  # auto, cuda, mps or cpu
@@ -97,6 +105,8 @@ class TrainConfig:
             need(getattr(self, name) in legal, f"{name}={getattr(self, name)!r} must be one of {', '.join(legal)}")
         check_model(self.model_config())
         self.difficulty().check()
+        if self.log == "tensorboard":
+            need_packages("tensorboard")
 
 
 AT_LEAST = {
@@ -138,12 +148,13 @@ CHOICES = {
     "compile": ("auto", "on", "off"),
     "lr_schedule": ("linear", "cosine"),
     "tokenizer": ("auto", "char", "bpe", "gpt2"),
+    "log": ("jsonl", "tensorboard"),
     "preset": tuple(PRESETS),
 }
 # What may differ when a run is resumed: the rest would make it another run. (The windows of an update must not, but
 # how they are cut may.)
 MAY_CHANGE = (
-    "max_iters out_dir eval_interval log_interval device compile grad_checkpoint batch_size"
+    "max_iters out_dir eval_interval log_interval log device compile grad_checkpoint batch_size"
     " gradient_accumulation_steps resume init_from eval_only preset"
 ).split()
 

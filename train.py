@@ -30,6 +30,7 @@ from distributed import ALONE, StopOnSignal, join
 from evaluate import evaluate
 from model import GPT
 from report import describe, duration, report
+from run_log import EventLog, attention_numbers
 
 # ---------------------------------------------------------------------------------------------
 # Parts
@@ -166,7 +167,8 @@ def train(cfg, team=ALONE):
     run = Path(cfg.out_dir)
     if team.first:
         run.mkdir(parents=True, exist_ok=True)
-    log = team.together(lambda: checkpoint.Log(run, step if cfg.resume else None) if team.first else nullcontext())
+    kind = EventLog if cfg.log == "tensorboard" else checkpoint.Log
+    log = team.together(lambda: kind(run, step if cfg.resume else None) if team.first else nullcontext())
     if team.first:
         checkpoint.write_config(run, asdict(replace(cfg, resume=False)))
         if not cfg.resume:
@@ -207,11 +209,9 @@ def train(cfg, team=ALONE):
                 val_loss, answers = evaluate(model, windows, cfg.batch_size, device, autocast, team)
                 if not math.isfinite(val_loss):
                     raise diverged(step, "validation loss", val_loss, run)
-                model.eval()
-                maps = model.attention_maps(torch.from_numpy(windows[0][:1, : min(cfg.block_size, 256)]).to(device))
-                model.train()
-                lambdas = [lam.mean().item() for _, _, lam in maps if lam is not None]
-                note(step=step, val_loss=val_loss, answers=answers, lambdas=lambdas)
+                window = torch.from_numpy(windows[0][:1, windows[1][0] >= 0][:, :256])  # without what fills up a story
+                attention = attention_numbers(model, window.to(device))
+                note(step=step, val_loss=val_loss, answers=answers, **attention)
                 speed = f", {counted / seconds:,.0f} tokens/s" if seconds else ""
                 bar.write(f"update {step}: {describe(val_loss, answers, entropy)}{speed}")  # print, above the bar
                 if val_loss < best:
@@ -267,8 +267,9 @@ def train(cfg, team=ALONE):
     history = [(line["step"], line["val_loss"]) for line in lines if "val_loss" in line]
     return {
         "val_loss": val_loss, "best_val_loss": best, "train_loss": train_loss, "answers": answers, "entropy": entropy,
-        "lambdas": lambdas, "params": params, "params_standard": standard, "steps": step, "seconds": seconds,
-        "tokens_per_s": counted / seconds if seconds else None, "history": history, "out_dir": str(run),
+        "lambdas": attention["lambdas"], "params": params, "params_standard": standard, "steps": step,
+        "seconds": seconds, "tokens_per_s": counted / seconds if seconds else None, "history": history,
+        "out_dir": str(run),
     }  # fmt: skip
 
 
