@@ -238,6 +238,7 @@ def test_edges_of_sampling(tiny, capsys):
     """C10, C11, 32, 33: what is the same choice gives the same text; what is none is refused by name."""
     train(tiny(out_dir="run", max_iters=1))
     size = checkpoint.load("run/ckpt.pt")["model_config"]["vocab_size"]
+    capsys.readouterr()
 
     def text(**how):
         sample(SampleConfig(out_dir="run", max_new_tokens=30, **how))
