@@ -71,6 +71,7 @@ def test_loops_are_matrices(causal, per_token):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("kind, kv", CASES)
 def test_layer_is_the_reference(kind, kv, path):
+    """Reports 28, 46 and 51."""
     cfg, layer, rope, x = make(kind, kv)
     layer.attend = PATHS[path]
     assert distance(cfg, layer, rope, x) < 1e-12
@@ -95,6 +96,7 @@ def test_maps_are_the_reference(kind, kv):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("kind, kv", CASES)
 def test_cache_is_the_reference(kind, kv, path, prefill):
+    """C14 and report 37: a query alone against all keys so far is a row of the whole."""
     cfg, layer, rope, x = make(kind, kv)
     layer.attend = PATHS[path]
     cache = KVCache(T)
@@ -258,6 +260,7 @@ def wrong_rotate(x, rope, rotate=model.rotate):
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_planted_mistake_is_seen(mistake, monkeypatch):
+    """Report 46."""
     cfg, layer, rope, x = make("diff_v2" if mistake.startswith("V2") else "diff", n_kv_head=4)
     assert distance(cfg, layer, rope, x) < 1e-12
     MISTAKES[mistake](monkeypatch)
@@ -307,7 +310,8 @@ def test_limits(path):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("kind, kv", CASES)
 def test_the_past_does_not_see_the_future(kind, kv, path):
-    _, layer, rope, x = make(kind, kv)
+    """C18 and report 28."""
+    cfg, layer, rope, x = make(kind, kv)
     layer.attend = PATHS[path]
     changed = x.clone()
     changed[:, 4] += 1.0
@@ -315,10 +319,13 @@ def test_the_past_does_not_see_the_future(kind, kv, path):
         before, after = layer(x, rope), layer(changed, rope)
     assert torch.equal(before[:, :4], after[:, :4])
     assert ((before - after)[:, 4:].abs().amax(dim=(0, 2)) > 1e-6).all()
+    before, after = (by_reference(cfg, layer, inputs)[0] for inputs in (x, changed))
+    assert np.array_equal(before[:, :4], after[:, :4])
 
 
 @pytest.mark.parametrize("kind", reference.LAYERS)
 def test_rope_scores_depend_on_distance_only(kind):
+    """Report 48."""
     cfg, layer, rope, x = make(kind)
     later = model.rope_table(cfg, 11, 11 + T, like=x)
     for A, B_ in zip(layer.maps(x, rope)[:2], layer.maps(x, later)[:2]):
@@ -330,7 +337,7 @@ def test_rope_scores_depend_on_distance_only(kind):
 
 @pytest.mark.parametrize("kind, kv", CASES)
 def test_fused_is_fused(kind, kv):
-    """The CPU's flash kernel runs, forward and backward, and the one that stores maps does not."""
+    """The CPU's flash kernel runs, forward and backward, and the one that stores maps does not. Report 49."""
     _, layer, rope, x = make(kind, kv)
     layer.attend = fused
     with profile(activities=[ProfilerActivity.CPU]) as prof:
@@ -356,6 +363,7 @@ def test_fastest_chooses_by_device_and_length(monkeypatch):
 
 
 def test_lambda_by_hand():
+    """Report 46."""
     _, layer, _, _ = make("diff")
     with torch.no_grad():
         for name, value in (("q1", 0.5), ("k1", 0.2), ("q2", -0.1), ("k2", 0.3)):
@@ -368,6 +376,7 @@ def test_lambda_by_hand():
 
 @pytest.mark.parametrize("kind", ["diff", "diff_v2"])
 def test_lambda_matters_and_learns(kind):
+    """Report 47."""
     _, layer, rope, x = make(kind)
     weights = [p for name, p in layer.named_parameters() if name.startswith("lambda")]
     y = layer(x, rope)

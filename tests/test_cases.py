@@ -1,4 +1,7 @@
-"""Inputs that broke comparable projects, and what happens to them here. Each test names its row of the list."""
+"""Inputs that broke comparable projects, and what happens to them here.
+
+Tests name their rows of the list, "C01" to "C20" and numbers for reports; the other files have some of them too.
+"""
 
 import functools
 import json
@@ -13,8 +16,9 @@ import checkpoint
 import device
 import train as training
 from config import PRESETS, TrainConfig
-from data import tokenizers
-from model import ATTENTIONS, GPT, GPTConfig
+from data import stories, tokenizers
+from model import ATTENTIONS, GPT, GPTConfig, KVCache, blocks, eager, fused
+from report import report
 from sample import SampleConfig, sample
 from train import to_device, train
 
@@ -42,6 +46,7 @@ def command(monkeypatch, capsys):
     "args, code, parts",
     [
         (["--compile=false"], 1, ["compile='false'", "auto, on, off"]),  # C03
+        (["--learning_rate"], 2, ["learning-rate"]),
         (["--n_layer=2.5"], 2, ["2.5", "n-layer"]),
         (["--resume=maybe"], 2, ["maybe"]),
         (["--batchsize=3"], 2, ["--batchsize", "--batch-size"]),  # C04, 11
@@ -75,6 +80,8 @@ def test_values_have_the_type_of_their_setting(command, tiny):
         config = json.loads((Path(out_dir) / "config.json").read_text())
         assert config["learning_rate"] == 1.0 and config["out_dir"] == out_dir
     sample(SampleConfig(out_dir="2024", temperature=0, max_new_tokens=3))
+    with pytest.raises(ValueError, match="n_layer=2.5 must be of type int"):
+        train(tiny(n_layer=2.5))
 
 
 def test_a_preset_is_no_flag_to_forget_on_resume(command, tiny):
@@ -140,7 +147,7 @@ def test_a_learning_rate_that_explodes(tiny):
         sample(SampleConfig(out_dir="run"))
 
 
-def test_devices_and_types(tiny, capsys):
+def test_devices_and_types(tiny, capsys, monkeypatch):
     """C13, 22, 23: what is used is said; memory is pinned for CUDA alone."""
     train(tiny(dtype="bfloat16", max_iters=1, out_dir="run"))
     assert "cpu, bfloat16" in capsys.readouterr().out
@@ -150,6 +157,10 @@ def test_devices_and_types(tiny, capsys):
         with pytest.raises(ValueError, match="device='cuda' is not on this machine: use auto or cpu"):
             train(tiny(device="cuda"))
     assert device.precision("cuda", "bfloat16", bf16_supported=False) == ("float16", True, True)
+    with monkeypatch.context() as patch:  # a GPU without bfloat16
+        patch.setattr(training, "precision", lambda *_: ("float16", False, False))
+        train(tiny(dtype="bfloat16", max_iters=0, out_dir="old"))
+        assert "warning: this GPU has no bfloat16 of its own: float16 instead" in capsys.readouterr().out
     for kind in ("cpu", "meta"):
         assert not to_device(np.zeros(3), torch.device(kind)).is_pinned()
 
@@ -184,10 +195,12 @@ def test_mfu_is_that_of_a_known_device_in_sixteen_bits(tiny, monkeypatch, capsys
     assert not any("mfu" in line for line in checkpoint.read_log("float32"))
 
 
-def test_a_pair_differs_in_its_attention_alone(tiny):
-    """43; and its third, a standard model with half the heads of twice the size, has the standard's parameters."""
+def test_a_pair_differs_in_its_attention_alone(tiny, capsys):
+    """43, C20: parameters are said. The third of the row, half the heads of twice the size, has the standard's."""
     for kind in ("standard", "diff"):
         train(tiny(attention=kind, max_iters=0, out_dir=kind))
+    a, b = (checkpoint.read_log(kind)[0]["params"] for kind in ("diff", "standard"))
+    assert f"diff attention, {a:,} parameters (standard: {b:,})" in capsys.readouterr().out and a > b
     one, other = (json.loads(Path(f"{kind}/config.json").read_text()) for kind in ("standard", "diff"))
     assert {name for name in one if one[name] != other[name]} == {"attention", "out_dir"}
     sizes = {GPT(GPTConfig(attention="standard", n_head=n_head)).num_params() for n_head in (2, 4)}
@@ -204,8 +217,8 @@ def test_time_left_is_said_after_ten_updates(tiny, capsys, monkeypatch):
 
 def test_presets_have_the_parameters_that_they_promise():
     """Counted by hand: an embedding, and in each layer 4 C^2 of attention, three matrices of SwiGLU, gains, lambdas."""
-    stories = tokenizers.CharTokenizer("".join(map(chr, range(32, 63)))).vocab_size
-    vocab = {"laptop": stories, "long": stories, "shakespeare": 64, "gpu": 64, "gpt2": 50257, "paper": 50257}
+    letters = tokenizers.CharTokenizer("".join(map(chr, range(32, 63)))).vocab_size
+    vocab = {"laptop": letters, "long": letters, "shakespeare": 64, "gpu": 64, "gpt2": 50257, "paper": 50257}
     assert vocab.keys() == PRESETS.keys()
     for name, preset in PRESETS.items():
         cfg = TrainConfig(**preset)
@@ -219,3 +232,132 @@ def test_presets_have_the_parameters_that_they_promise():
     with torch.device("meta"):
         assert round(GPT(cfg.model_config(100_288)).num_params() / 1e6) == 834  # with its own: 830M
         assert round(GPT(TrainConfig(**PRESETS["gpt2"]).model_config(50257)).num_params() / 1e6) == 124
+
+
+def test_edges_of_sampling(tiny, capsys):
+    """C10, C11, 32, 33: what is the same choice gives the same text; what is none is refused by name."""
+    train(tiny(out_dir="run", max_iters=1))
+    size = checkpoint.load("run/ckpt.pt")["model_config"]["vocab_size"]
+    capsys.readouterr()
+
+    def text(**how):
+        sample(SampleConfig(out_dir="run", max_new_tokens=30, **how))
+        return capsys.readouterr().out
+
+    greedy, free = text(temperature=0), text()
+    assert greedy != free and len(text(temperature=1e308)) == len(free)
+    for how in (dict(temperature=0.0), dict(temperature=1e-8), dict(top_k=1), dict(top_p=0.0)):
+        assert text(**how, seed=3) == greedy, how
+    for how in (dict(top_k=size), dict(top_k=size + 1), dict(top_k=100_000), dict(top_p=1.0)):
+        assert text(**how) == free, how
+    for name, values in {"temperature": (-1.0, math.inf, math.nan), "top_p": (-0.1, 1.5), "top_k": (-1,)}.items():
+        for value in values:
+            with pytest.raises(ValueError, match=f"{name}={value} must be"):
+                text(**{name: value})
+
+
+def test_a_long_prompt_counts_by_its_last_window():
+    """C12."""
+    gpt, seen = GPT(GPTConfig(block_size=8, n_layer=1)).eval(), []
+    gpt.tok_emb.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    prompt = torch.arange(10_000)[None] % 64
+    assert torch.equal(gpt.generate(prompt, 2)[:, :-2], prompt) and torch.equal(seen[0], prompt[:, -8:])
+
+
+def test_a_text_without_a_new_line(tiny, capsys):
+    """34: an empty prompt then starts with the first character."""
+    Path("flat.txt").write_text("to be or not to be, " * 300)
+    train(tiny(dataset="flat.txt", max_iters=1, out_dir="run"))
+    capsys.readouterr()
+    sample(SampleConfig(out_dir="run", max_new_tokens=9))
+    assert set(capsys.readouterr().out) <= set("to be or not to be, \n")
+
+
+@pytest.mark.parametrize("kind", ATTENTIONS)
+@pytest.mark.parametrize("batch, prompt", [(1, 1), (1, 17), (3, 1), (3, 17)])
+def test_cached_logits_in_float32(kind, batch, prompt):
+    """C14, 36; in float64 and past the window: tests/test_model.py."""
+    gpt = GPT(GPTConfig(block_size=80, n_layer=2, attention=kind)).eval()
+    x = torch.randint(64, (batch, prompt), generator=torch.Generator().manual_seed(0))
+    text = gpt.generate(x, 60, temperature=0)
+    assert torch.equal(text, gpt.generate(x, 60, temperature=0, use_cache=False))
+    caches, pieces = [KVCache(80) for _ in gpt.blocks], text.split([prompt] + [1] * 60, dim=1)
+    cached = torch.cat([gpt.lm_head(gpt.features(ids, caches)) for ids in pieces], dim=1)
+    torch.testing.assert_close(cached, gpt(text)[0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("path", [eager, fused, blocks, None])
+@pytest.mark.parametrize("kind", ATTENTIONS)
+def test_no_logit_sees_a_later_token(kind, path):
+    """C18, 28: of the whole model, by each path and with a cache; tests/test_attention.py has NumPy's too."""
+    gpt = GPT(GPTConfig(block_size=16, n_layer=2, attention=kind)).eval()
+    for block in gpt.blocks:
+        block.attn.attend = path or block.attn.attend
+    x = torch.arange(16)[None] * 5 % 64
+    pieces = [16] if path else [4, 12]  # with a cache: 12 queries at once, after 4 keys
+
+    def logits(x):
+        caches = None if path else [KVCache(16) for _ in gpt.blocks]
+        return gpt.lm_head(torch.cat([gpt.features(ids, caches) for ids in x.split(pieces, dim=1)], dim=1))
+
+    before, after = logits(x), logits(x.index_fill(1, torch.tensor([10]), 63))
+    assert torch.equal(before[:, :10], after[:, :10]) and (before != after)[:, 10:].any(dim=2).all()
+
+
+@pytest.mark.parametrize("max_iters, decay", [(0, 0), (1, 0), (1, 1), (25, 10)])
+@pytest.mark.parametrize("warmup", [0, 1, 10, 20])
+def test_any_schedule(warmup, max_iters, decay):
+    """C17, 25: at no length of warm-up and decay is a rate zero at first, beyond its bounds, or a division by zero."""
+    cfg = TrainConfig(learning_rate=2.0, min_lr=0.5, warmup_iters=warmup, max_iters=max_iters, lr_decay_iters=decay)
+    rates = [training.learning_rate(step, cfg) for step in range(25)]
+    assert 0 < min(rates) and max(rates) == rates[warmup] == 2.0
+    assert set(rates[max(warmup, decay or max_iters) + 1 :]) == {0.5}
+
+
+def test_evaluation_is_that_of_any_batch_size(tiny):
+    """29."""
+    trained = train(tiny(out_dir="run", max_iters=2))["val_loss"]
+    for batch_size in (1, 4, 8):
+        again = train(tiny(out_dir="run", eval_only=True, batch_size=batch_size))["val_loss"]
+        assert again == pytest.approx(trained, abs=1e-6)
+
+
+def test_the_compiler_sees_one_shape(tiny, monkeypatch):
+    """39: evaluation, maps and samples take the model as it is, so that nothing is compiled again."""
+    seen = set()
+    monkeypatch.setattr(
+        torch, "compile", lambda model: lambda x, y: (seen.add((*x.shape, model.training)), model(x, y))[1]
+    )
+    cfg = tiny(compile="on", gradient_accumulation_steps=2, eval_windows=7)
+    report(cfg, train(cfg))
+    assert seen == {(4, 24, True)}
+
+
+# Each changes the weights, or what is measured. All other settings: of the model, see test_every_config_field_matters;
+# of the stories, see test_data.py; of folders, devices and going on, see test_train.py and test_memory.py.
+CHANGES = dict(
+    batch_size=2, gradient_accumulation_steps=2, learning_rate=1e-2, min_lr=1e-3, warmup_iters=0, lr_decay_iters=9,
+    lr_schedule="cosine", weight_decay=9.0, beta1=0.5, beta2=0.5, grad_clip=0.01, max_iters=3, seed=1, data_seed=1,
+    eval_windows=3, eval_interval=2, log_interval=1, dtype="bfloat16", tokenizer="bpe", bpe_vocab_size=260,
+)  # fmt: skip
+ELSEWHERE = {
+    *GPTConfig.__dataclass_fields__, *stories.Difficulty.__dataclass_fields__, "dataset", "out_dir", "device",
+    "compile", "grad_checkpoint", "resume", "init_from", "eval_only", "preset",
+}  # fmt: skip
+
+
+def test_every_setting_matters(tiny):
+    """47: none is there for show."""
+    assert TrainConfig.__dataclass_fields__.keys() == CHANGES.keys() | (
+        ELSEWHERE & TrainConfig.__dataclass_fields__.keys()
+    )
+
+    def run(name, **changes):
+        train(tiny(**{**dict(n_layer=1, block_size=8, max_iters=4, warmup_iters=1), **changes}, out_dir=name))
+        measured = [(line["step"], line.get("val_loss"), line.get("loss")) for line in checkpoint.read_log(name)[1:]]
+        return measured, checkpoint.load(f"{name}/ckpt.pt")["model"]["norm.weight"].tolist()
+
+    base, bpe = run("base"), run("bpe", tokenizer="bpe")
+    for name, value in CHANGES.items():
+        own = dict(tokenizer="bpe") if name == "bpe_vocab_size" else {}
+        assert run(name, **own, **{name: value}) not in (base, bpe if own else base), name

@@ -47,7 +47,7 @@ def test_batches_depend_on_seed_and_step_alone(tmp_path):
 
 
 def test_every_window_can_be_drawn(tmp_path):
-    """17 ids: exactly one window of 16, whose last target is the last id; two of 15."""
+    """17 ids: exactly one window of 16, whose last target is the last id; two of 15. Report 2."""
     dataset = of_text(tmp_path, "abcdefghijklmnopq" + "zz")  # a tenth is 2 characters
     assert len(dataset.tokens("train")) == 17
     x, y = dataset.batch(0, 4, 16, 0)
@@ -98,6 +98,7 @@ def test_prepared_once_and_again_when_the_text_changes(tmp_path, monkeypatch):
     ],
 )
 def test_files_that_cannot_be_used(tmp_path, raw, parts):
+    """C02 and report 7."""
     (tmp_path / "text.txt").write_bytes(raw)
     with pytest.raises(ValueError) as caught:
         data.load(str(tmp_path / "text.txt"))
@@ -112,6 +113,7 @@ def test_byte_order_mark_and_line_ends(tmp_path):
 
 
 def test_unusable_settings(tmp_path):
+    """Report 9."""
     for how, part in (
         (dict(name="nope.txt"), "nope.txt"),
         (dict(name="stories", tokenizer="bpe"), "--tokenizer=char"),

@@ -76,6 +76,7 @@ def script(cfg, team, train=training.train):
 
 
 def test_two_processes_are_one(tiny):
+    """Reports 26 and 30."""
     cfg = tiny(**RUN)
     flags = [f"--{name}={getattr(cfg, name)}" for name in vars(cfg) if getattr(cfg, name) != getattr(type(cfg)(), name)]
     torchrun = [

@@ -3,6 +3,7 @@
 import ast
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,7 @@ def test_commands_parse(command):
 
 
 def test_the_two_commands_are_there():
+    """Report 52."""
     assert "\npip install -r requirements.txt && python train.py\n" in README
     assert "\npip install -r requirements-dev.txt && pytest\n" in README
 
@@ -100,6 +102,7 @@ def imported(file):
 
 
 def test_imports_run_one_way():
+    """Report 45."""
     allowed = {
         "attention_numpy.py": set(), "model.py": set(), "checkpoint.py": {"model"}, "config.py": {"model", "data"},
         "device.py": set(), "memory.py": {"model"}, "distributed.py": {"device"}, "evaluate.py": {"distributed"},
@@ -112,6 +115,6 @@ def test_imports_run_one_way():
     for file, names in allowed.items():
         assert imported(file) & own <= names, file
     assert imported("attention_numpy.py") == {"math", "numpy"}
-    assert "torch" in imported("model.py") and not imported("model.py") & {"numpy", "tyro"}
+    assert imported("model.py") - sys.stdlib_module_names == {"torch"}
     for file in (ROOT / "data").glob("*.py"):
         assert not imported(file) & ((own | {"torch"}) - {"data"}), file

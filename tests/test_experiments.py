@@ -66,6 +66,7 @@ def test_other_code_or_text_is_another_run(tiny, tmp_path, monkeypatch):
 
 
 def test_compare_pairs_its_runs(tiny, monkeypatch):
+    """Report 43."""
     seen = []
     monkeypatch.setattr(compare, "trained", lambda cfg: seen.append(cfg) or RESULT)
     compare.compare(compare.CompareConfig(dataset=tiny().dataset, seeds=2, train=tiny()))
@@ -100,6 +101,8 @@ def test_compare(tiny, tmp_path):
 
 
 def test_a_better_kind_wins_and_a_copy_is_not_distinguishable():
+    """Report 42: the table says it, whoever wins."""
+
     def kind(losses):
         base = [2.0, 2.1, 1.9]
         return {"params": 1, "val_loss": losses, "mean_sd": mean_sd(losses), "difference": paired(losses, base),
@@ -116,6 +119,7 @@ def test_a_better_kind_wins_and_a_copy_is_not_distinguishable():
 
 @pytest.mark.parametrize("kind", ATTENTIONS)
 def test_maps(kind, tmp_path):
+    """Report 50."""
     tokenizer = CharTokenizer("abcdefgh ?.")
     model = GPT(GPTConfig(vocab_size=11, n_layer=2, n_embd=32, attention=kind))
     numbers = maps.maps_of(model.eval(), tokenizer, "a bad cab fed a head.")
@@ -159,6 +163,7 @@ def test_speed_of_steps(monkeypatch):
 
 
 def test_the_baselines_of_speed_compute_what_they_are_named_for():
+    """Report 49: the paper's two halves of V."""
     idx = torch.arange(20).view(1, 20) % 11
     ours = GPT(replace(TINY, attention="diff"))
     torch.testing.assert_close(speed.build("four calls", TINY)(idx)[0], ours(idx)[0])
@@ -198,7 +203,7 @@ def test_exponent():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; test_fused_is_fused is its twin on the CPU")
 @pytest.mark.parametrize("kind", ATTENTIONS)
 def test_bfloat16_on_a_gpu(kind):
-    """Fused is as exact as eager in the same type, and runs a flash or cuDNN kernel."""
+    """Fused is as exact as eager in the same type, and runs a flash or cuDNN kernel. Report 49."""
     model = GPT(GPTConfig(attention=kind, n_embd=256)).cuda()
     idx = torch.randint(64, (2, 256), device="cuda")
     exact = model.double()(idx)[0]

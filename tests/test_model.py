@@ -25,6 +25,7 @@ def ids(*shape, seed=0, vocab_size=31):
 
 @pytest.mark.parametrize("n_embd, n_head", [(64, 4), (128, 4), (256, 8), (768, 12)])
 def test_diff_adds_lambda_vectors_and_gains_only(n_embd, n_head):
+    """C20."""
     cfg = GPTConfig(n_embd=n_embd, n_head=n_head)
     count = {kind: GPT(replace(cfg, attention=kind)).num_params() for kind in ("standard", "diff")}
     D = n_embd // n_head
@@ -41,7 +42,10 @@ def test_v2_has_as_many_parameters(n_embd, n_head, n_kv_head):
 
 
 def test_heads_of_a_768_wide_model():
-    """(heads, width of q and k, width of v): halving the heads and the head size too is the classic mistake."""
+    """(heads, width of q and k, width of v): halving the heads and the head size too is the classic mistake.
+
+    Report 41.
+    """
     shapes = {}
     for kind in KINDS:
         cfg = GPTConfig(n_embd=768, n_head=12, attention=kind)
@@ -53,12 +57,14 @@ def test_heads_of_a_768_wide_model():
 
 
 def test_standard_is_a_plain_gpt():
+    """Report 51; what it computes is compared in tests/test_attention.py."""
     names = {name.split(".", 2)[-1] for name in GPT(replace(SMALL, attention="standard")).state_dict()}
     assert not {name for name in names if "lambda" in name or "subln" in name}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_flops_are_those_of_the_matrices_and_half_of_each_map(kind):
+    """Report 31."""
     cfg = replace(SMALL, attention=kind)
     gpt, T = GPT(cfg), 16
     for block in gpt.blocks:
@@ -110,6 +116,7 @@ def test_untrained_loss_is_that_of_guessing(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_both_paths_any_length_float64(kind):
+    """Report 28."""
     gpt = GPT(replace(SMALL, attention=kind)).double()
     x = ids(2, 29)  # longer than block_size
     logits, _ = gpt(x)
@@ -148,6 +155,7 @@ def test_loss_is_the_mean_over_targets(kind):
 @pytest.mark.parametrize("path", [eager, fused, blocks])
 @pytest.mark.parametrize("kind", KINDS)
 def test_dropout_acts_in_training_only(kind, path):
+    """C15 and report 27."""
     gpt = GPT(replace(SMALL, attention=kind, dropout=0.5))
     for block in gpt.blocks:
         block.attn.attend = path
@@ -159,6 +167,7 @@ def test_dropout_acts_in_training_only(kind, path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_attention_maps(kind):
+    """Report 50."""
     gpt, x = GPT(replace(SMALL, attention=kind)), ids(2, 13)
     maps = gpt.attention_maps(x)
     assert len(maps) == SMALL.n_layer
@@ -173,7 +182,7 @@ def test_attention_maps(kind):
 
 
 def test_every_config_field_matters():
-    """No setting is there for show: each one changes the model, the window or a check."""
+    """No setting is there for show: each one changes the model, the window or a check. Report 47."""
     base = replace(SMALL, dropout=0.0)
     other = dict(vocab_size=32, n_layer=2, n_head=2, n_kv_head=2, n_embd=32, dropout=0.3, attention="standard",
                  init_std=0.3, rope_theta=100.0, tie_embeddings=False, block_size=8)  # fmt: skip
@@ -198,6 +207,7 @@ def test_every_config_field_matters():
 @pytest.mark.parametrize("n_kv_head", [0, 2])
 @pytest.mark.parametrize("batch, prompt", [(1, 1), (3, 11), (3, 16), (1, 40)])
 def test_cache_changes_nothing(kind, n_kv_head, batch, prompt):
+    """C14 and report 36."""
     gpt = GPT(replace(SMALL, attention=kind, n_kv_head=n_kv_head)).double().eval()
     x = ids(batch, prompt)
     cached, plain = (gpt.generate(x, 45, temperature=0, use_cache=c) for c in (True, False))
@@ -224,12 +234,14 @@ def test_smallest_model_generates():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_cache_has_the_type_of_its_keys(dtype):
+    """Report 38."""
     cache = model.KVCache(4)
     k, v = cache.append(torch.ones(1, 2, 3, 5, dtype=dtype), torch.ones(1, 1, 3, 7, dtype=dtype))
     assert k.dtype is v.dtype is dtype and k.shape == (1, 2, 3, 5) and v.shape == (1, 1, 3, 7)
 
 
 def test_pick():
+    """C10, C11, reports 32 and 33."""
     logits = torch.tensor([[1.0, 3.0, 2.0, 0.0], [0.0, 0.5, 4.0, 3.9]]).repeat(2000, 1)
 
     def drawn(**how):
@@ -297,12 +309,14 @@ def test_a_fourth_kind_is_a_class_and_an_entry(monkeypatch):
     ],
 )
 def test_bad_architecture_is_refused_by_name(change, parts):
+    """C19, reports 12 and 14."""
     with pytest.raises(ValueError) as caught:
         check_model(replace(SMALL, **change))
     assert all(part in str(caught.value) for part in parts), caught.value
 
 
 def test_suggestions_are_legal():
+    """C19 and report 12."""
     for kind in KINDS:
         for n_head in (1, 2, 3, 4, 6, 7):
             for n_embd in range(1, 70):

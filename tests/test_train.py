@@ -48,6 +48,7 @@ def equal(a, b):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_run_from_text_to_sample(kind, tiny, capsys):
+    """Reports 40 and 44: the log has the gradient's norm and every layer's lambda."""
     result = train(tiny(attention=kind, max_iters=60, eval_interval=20, learning_rate=3e-3))
     run = Path(result["out_dir"])
     assert run == Path(f"runs/harbour-{kind}")
@@ -72,6 +73,7 @@ def result_vocab(run):
 
 
 def test_every_kind_sees_the_same_batches(tiny, monkeypatch):
+    """Report 43."""
     seen = {}
     for kind in KINDS:
         seen[kind] = []
@@ -119,6 +121,7 @@ def test_seeds_do_what_they_say(tiny):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_accumulation_is_one_large_batch(kind, tiny):
+    """C16 and report 26."""
     cfg = dict(attention=kind, max_iters=1, learning_rate=1e-2, warmup_iters=0, grad_clip=0.0)
     whole = train(tiny(out_dir="whole", batch_size=16, log_interval=1, **cfg))
     cut = train(tiny(out_dir="cut", batch_size=4, gradient_accumulation_steps=4, log_interval=1, **cfg))
@@ -132,6 +135,7 @@ def test_accumulation_is_one_large_batch(kind, tiny):
 
 
 def test_exactly_max_iters_updates(tiny, monkeypatch):
+    """C17 and report 13."""
     calls = []
     original = torch.optim.AdamW.step
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, *a: (calls.append(1), original(self, *a))[1])
@@ -166,6 +170,7 @@ def test_gradients_are_clipped(tiny, monkeypatch):
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
 @pytest.mark.parametrize("warmup", [0, 1, 10, 20, 25])
 def test_learning_rate(schedule, warmup):
+    """C17 and report 25."""
     cfg = TrainConfig(learning_rate=2.0, min_lr=0.5, warmup_iters=warmup, max_iters=20, lr_schedule=schedule)
     rates = [learning_rate(step, cfg) for step in range(30)]
     assert 0 < rates[0] <= 2.0 and max(rates) <= 2.0
@@ -202,10 +207,12 @@ def test_norms_and_lambda_vectors_are_not_decayed():
     ],
 )
 def test_precision(device, dtype, bf16, expected):
+    """C13, reports 22 and 23."""
     assert precision(device, dtype, bf16) == expected
 
 
 def test_evaluation_depends_on_neither_batch_size_nor_dropout(tiny):
+    """C15 and report 29."""
     dataset = data.load(tiny().dataset)
     windows = dataset.val_windows(11, 24)
     model = GPT(tiny(dropout=0.5).model_config(dataset.tokenizer.vocab_size))
@@ -248,6 +255,7 @@ def test_answers_count_when_whole():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_resumed_run_ends_in_the_same_bits(kind, tiny):
+    """C05 and report 15."""
     how = dict(attention=kind, dropout=0.1, lr_decay_iters=12)
     straight = train(tiny(out_dir="straight", max_iters=12, **how))
     train(tiny(out_dir="halved", max_iters=6, **how))
@@ -261,6 +269,7 @@ def test_resumed_run_ends_in_the_same_bits(kind, tiny):
 
 @pytest.mark.parametrize("sent, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signal_saves_and_resume_goes_on(sent, code, tiny, tmp_path):
+    """C06 and report 16."""
     flags = ["--n_layer=1", "--n_head=2", "--n_embd=16", "--block_size=16", "--batch_size=2", "--warmup_iters=2",
              "--lr_decay_iters=5000", "--eval_interval=1000000", "--eval_windows=2", "--device=cpu",
              f"--dataset={tiny().dataset}"]  # fmt: skip
@@ -284,6 +293,8 @@ def test_signal_saves_and_resume_goes_on(sent, code, tiny, tmp_path):
 
 
 def test_a_kill_during_evaluation_costs_nothing(tiny, monkeypatch):
+    """Report 17."""
+
     def killed(*args):
         raise KeyboardInterrupt
 
@@ -301,6 +312,7 @@ def test_a_kill_during_evaluation_costs_nothing(tiny, monkeypatch):
 
 
 def test_best_is_kept_apart_from_latest(tiny, monkeypatch):
+    """Report 18."""
     losses = iter([3.0, 1.0, 2.0])
     monkeypatch.setattr(training, "evaluate", lambda *args: (next(losses), None))
     result = train(tiny(out_dir="run"))
@@ -423,6 +435,7 @@ class Hook:
 
 
 def test_loading_runs_no_code(tiny):
+    """C09 and report 20."""
     torch.save({"model": Hook(), "model_config": {}}, "evil.pt")
     with pytest.raises(ValueError, match="evil.pt is not a checkpoint"):
         checkpoint.load("evil.pt")
@@ -437,6 +450,7 @@ def test_loading_runs_no_code(tiny):
 
 
 def test_checkpoint_prints_its_text_without_the_data_folder(tiny):
+    """C07 and report 19: names without a wrapper's prefix."""
     train(tiny(out_dir="run"))
     state = checkpoint.load("run/best.pt")
     tokenizer = data.tokenizers.from_dict(state["tokenizer"])
@@ -463,6 +477,7 @@ def test_log_survives_a_cut_line(tmp_path):
 @pytest.mark.parametrize("weight", [math.nan, math.inf])
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_loss_that_is_no_number_stops_the_run(weight, at_once, tiny, monkeypatch):
+    """C08 and report 21."""
     train(tiny(out_dir="good", max_iters=4))
     original = torch.optim.AdamW.step
 
@@ -504,6 +519,7 @@ def test_a_loss_that_is_no_number_stops_the_run(weight, at_once, tiny, monkeypat
     ],
 )
 def test_bad_settings_are_refused_by_name_and_leave_nothing(change, parts, tiny):
+    """C04, C13, reports 12 and 14."""
     with pytest.raises(ValueError) as caught:
         train(tiny(**change))
     assert all(part in str(caught.value) for part in parts), caught.value
@@ -543,6 +559,7 @@ def test_resume_refuses_another_run(tiny):
     ],
 )
 def test_command_line(args, code, parts, tmp_path):
+    """C04 and report 11."""
     done = run_script(ROOT / "train.py", *args, cwd=tmp_path)
     assert done.returncode == code
     assert all(part in done.stdout + done.stderr for part in parts), done.stderr
@@ -550,6 +567,7 @@ def test_command_line(args, code, parts, tmp_path):
 
 
 def test_help_lists_every_flag_and_presets_are_legal(tmp_path):
+    """C04."""
     done = run_script(ROOT / "train.py", "--help")
     assert done.returncode == 0
     for name in TrainConfig.__dataclass_fields__:
@@ -571,6 +589,7 @@ def test_help_lists_every_flag_and_presets_are_legal(tmp_path):
     ],
 )
 def test_sample_refuses_in_a_sentence(args, parts, tiny, tmp_path):
+    """C10 to C12, reports 3 and 35."""
     train(tiny(max_iters=1))
     done = run_script(ROOT / "sample.py", *args, cwd=tmp_path)
     assert done.returncode == 1 and done.stdout == ""
@@ -578,6 +597,7 @@ def test_sample_refuses_in_a_sentence(args, parts, tiny, tmp_path):
 
 
 def test_sample_prompts_and_repeats(tiny, tmp_path):
+    """C10 to C12, reports 32, 33 and 35."""
     train(tiny(max_iters=1))
     Path("long.txt").write_bytes(b"the ship\r\n" * 1000)
 
