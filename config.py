@@ -49,10 +49,10 @@ class TrainConfig:
     questions: int = Difficulty.questions  # stories: questions at the end
 
     # the optimiser
-    max_iters: int = 9000  # updates
+    max_iters: int = 8000  # updates
     batch_size: int = 8  # windows a micro-batch
     gradient_accumulation_steps: int = 1  # micro-batches an update, in each process of torchrun's
-    learning_rate: float = 1.5e-3  # at its highest
+    learning_rate: float = 3e-3  # at its highest
     min_lr: float = 0.0  # at the end
     warmup_iters: int = 50  # updates
     lr_decay_iters: int = 0  # updates until min_lr; 0 means max_iters

@@ -34,7 +34,7 @@ ALPHABET = "\n" + "".join([*NAMES, *COLOURS, *THINGS, *SCENES, FACT, SIGHTING, Q
 class Difficulty:
     """What a story holds. All counts are exact, not averages."""
 
-    people: int = 3  # each with a colour and a thing that nobody else has
+    people: int = 3  # each with a thing of their own
     distractors: int = 2  # sentences about nothing
     sightings: int = 0  # sentences in which somebody saw a thing, which is no answer
     restatements: int = 0  # facts said a second time, after all of them were said
@@ -44,7 +44,7 @@ class Difficulty:
 
     def check(self):
         """Raises ValueError with one sentence: the field, its value, the nearest legal value."""
-        highest = {"people": min(map(len, (NAMES, COLOURS, THINGS)))}
+        highest = {"people": min(len(NAMES), len(THINGS))}
         for name in ("people", "distractors", "sightings", "restatements", "questions"):
             value, low, high = getattr(self, name), int(name in ("people", "questions")), highest.get(name, 99)
             if not low <= value <= high:
@@ -72,8 +72,8 @@ def generate(difficulty, seed, count):
     d, uniform = difficulty, random.Random(seed).random
     for _ in range(count):
         t = Teller(uniform)
-        names, colours, things = list(NAMES), list(COLOURS), list(THINGS)
-        facts = [(t.take(names), t.take(colours), t.take(things)) for _ in range(d.people)]
+        names, things = list(NAMES), list(THINGS)
+        facts = [(t.take(names), t.choose(COLOURS), t.take(things)) for _ in range(d.people)]
         untold, sentences = iter(facts), []
         kinds = ["fact"] * d.people + ["distractor"] * d.distractors + ["sighting"] * d.sightings
         while kinds:
@@ -96,7 +96,7 @@ def expected(difficulty):
     d = difficulty
     kinds = (d.people, d.distractors, d.sightings)
     retold = d.restatements + d.questions
-    nats = sum(math.log(math.perm(len(words), d.people)) for words in (NAMES, COLOURS, THINGS))
+    nats = math.log(math.perm(len(NAMES), d.people) * math.perm(len(THINGS), d.people) * len(COLOURS) ** d.people)
     nats += math.log(math.factorial(sum(kinds)) / math.prod(map(math.factorial, kinds)))  # the order of the kinds
     nats += d.distractors * math.log(len(SCENES)) + retold * math.log(d.people)
     nats += d.sightings * math.log(len(NAMES) * len(COLOURS) * len(THINGS))
