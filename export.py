@@ -26,8 +26,8 @@ from config import TrainConfig, need, need_packages
 from data import fast_tokenizers, tokenizers
 
 NEEDS = {  # --to, --from -> the packages that it takes
-    ("transformers", ""): ("transformers", "safetensors"),
-    ("", "transformers"): ("transformers", "safetensors"),
+    ("transformers", ""): ("transformers",),
+    ("", "transformers"): ("transformers",),
     ("onnx", ""): ("onnx", "onnxscript", "onnxruntime"),
 }
 
