@@ -27,8 +27,8 @@ from data import fast_tokenizers, tokenizers
 from model import eager
 
 NEEDS = {  # --to, --from -> the packages that it takes
-    ("transformers", ""): ("transformers", "safetensors"),
-    ("", "transformers"): ("transformers", "safetensors"),
+    ("transformers", ""): ("transformers",),
+    ("", "transformers"): ("transformers",),
     ("onnx", ""): ("onnx", "onnxscript", "onnxruntime"),
 }
 

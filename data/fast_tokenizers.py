@@ -28,19 +28,18 @@ def to_fast(tokenizer):
         fast.decoder = decoders.Fuse()
         return fast
 
-    letter = byte_letters()
+    letter, encoding = byte_letters(), tokenizer.encoding
 
     def spell(token):
         return "".join(letter[byte] for byte in token)
 
     # tiktoken takes a piece that is a token whole; else it joins neighbours into the token of the lowest id, again and
     # again, whatever pair once made that token: so every cut of a token in two tokens is a merge.
-    known = set(tokenizer.tokens)
-    cuts = [(token[:i], token[i:]) for token in tokenizer.tokens for i in range(1, len(token))]
-    merges = [(spell(left), spell(right)) for left, right in cuts if left in known and right in known]
-    vocab = {spell(token): i for i, token in enumerate(tokenizer.tokens)}
-    fast = Tokenizer(models.BPE(vocab, merges, ignore_merges=True))
-    pieces = Split(Regex(tokenizer.pattern), "isolated")
+    ids = encoding._mergeable_ranks
+    cuts = [(token[:i], token[i:]) for token in sorted(ids, key=ids.get) for i in range(1, len(token))]
+    merges = [(spell(left), spell(right)) for left, right in cuts if left in ids and right in ids]
+    fast = Tokenizer(models.BPE({spell(token): i for token, i in ids.items()}, merges, ignore_merges=True))
+    pieces = Split(Regex(encoding._pat_str), "isolated")
     fast.pre_tokenizer = Sequence([pieces, ByteLevel(add_prefix_space=False, use_regex=False)])
     fast.decoder = decoders.ByteLevel()
     return fast

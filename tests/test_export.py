@@ -4,12 +4,13 @@ DiffLlama is somebody else's implementation of the paper: where it agrees with `
 """
 
 import json
+import random
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import checkpoint
@@ -30,7 +31,9 @@ transformers.logging.disable_progress_bar()
 # name -> what it trains with: heads that share keys or not, embeddings tied or not, both tokenizers
 SHAPES = {
     "all": dict(n_kv_head=0, tie_embeddings=True, tokenizer="char"),
-    "grouped": dict(n_kv_head=4, tie_embeddings=False, tokenizer="bpe", bpe_vocab_size=300, rope_theta=3000.0),
+    "grouped": dict(
+        n_kv_head=4, tie_embeddings=False, tokenizer="bpe", bpe_vocab_size=300, rope_theta=3000.0, init_std=0.08
+    ),
 }
 
 
@@ -93,6 +96,7 @@ def test_there_and_back(kind, shape, runs, text_file, capsys):
     assert min((gain - 1).abs().max() for gain in gains) > 0.02, "not trained enough to see a gain that was lost"
     assert type(theirs).__name__ == {"standard": "LlamaForCausalLM", "diff": "DiffLlamaForCausalLM"}[kind]
     assert_same(ours, theirs, windows)
+    assert theirs.generation_config.bos_token_id == tokenizer.first()[0] and theirs.config.eos_token_id is None
     text = "the harbour\n\n at dawn"
     assert fast(text)["input_ids"] == tokenizer.encode(text).tolist()
     assert {p.name for p in Path(there).iterdir()} >= {"config.json", "model.safetensors", "tokenizer.json"}
@@ -157,24 +161,33 @@ def test_a_mistake_is_seen_and_writes_nothing(mistake, runs, tmp_path, monkeypat
 # ---------------------------------------------------------------------------------------------
 # Tokenizers
 
-TEXT = (
-    "a b\n\n  ab abab don't 1234567  \t tabs\u2003é\u0301 naïve \U0001f600\U0001f680 你好!!?\x00\r\n"
-    + "aaaaaaaaaaa " * 9
-)
-PAIRS = BPETokenizer.train(TEXT * 3 + "aaaaa aaa aaaa\n" * 9, 330)
-CHARS = CharTokenizer(TEXT)
+TEXT = "a b\n\n  ab abab don't 1234567  \t tabs\u2003é\u0301 naïve \U0001f600\U0001f680 你好!!?\x00\r\n"
+
+
+def wild(rng):
+    """Byte pairs that no training would learn: tokens that merges alone never reach, and many ways to make one."""
+    letters = [b"a", b"b", b" ", *(bytes([b]) for b in "é".encode())]
+    tokens = [bytes([byte]) for byte in range(256)] + [b"xy", b"wx", b"yz", b"wxyz"]  # x and y join first
+    while len(tokens) < 320:
+        token = b"".join(rng.choices(letters + tokens[260:], k=2))
+        tokens += [token] * (token not in tokens and len(token) < 9)
+    return BPETokenizer(tokens)
+
+
+PAIRS, CHARS = wild(random.Random(0)), CharTokenizer(TEXT)
 FAST = {tokenizer: fast_tokenizers.to_fast(tokenizer) for tokenizer in (PAIRS, CHARS)}
 
 
-@settings(max_examples=50)
-@given(st.text(st.sampled_from(TEXT)) | st.text())
+@given(st.text("ab é") | st.text(st.sampled_from(TEXT)) | st.text())
+@example(TEXT)
+@example("wxyz")
 def test_byte_pairs_are_the_same(text):
     ids = PAIRS.encode(text).tolist()
     assert FAST[PAIRS].encode(text).ids == ids and FAST[PAIRS].decode(ids) == text
 
 
-@settings(max_examples=50)
 @given(st.text(st.sampled_from(TEXT)))
+@example(TEXT)
 def test_characters_are_the_same(text):
     ids = CHARS.encode(text).tolist()
     assert FAST[CHARS].encode(text).ids == ids and FAST[CHARS].decode(ids) == text
