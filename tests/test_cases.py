@@ -334,7 +334,7 @@ def test_the_compiler_sees_one_shape(tiny, monkeypatch):
 
 
 # Each changes the weights, or what is measured. All other settings: of the model, see test_every_config_field_matters;
-# of the stories, see test_data.py; of folders, devices and going on, see test_train.py and test_memory.py.
+# of the stories, see test_data.py; of folders, devices, logs and going on, see the tests of train, memory and export.
 CHANGES = dict(
     batch_size=2, gradient_accumulation_steps=2, learning_rate=1e-2, min_lr=1e-3, warmup_iters=0, lr_decay_iters=9,
     lr_schedule="cosine", weight_decay=9.0, beta1=0.5, beta2=0.5, grad_clip=0.01, max_iters=3, seed=1, data_seed=1,
@@ -342,7 +342,7 @@ CHANGES = dict(
 )  # fmt: skip
 ELSEWHERE = {
     *GPTConfig.__dataclass_fields__, *stories.Difficulty.__dataclass_fields__, "dataset", "out_dir", "device",
-    "compile", "grad_checkpoint", "resume", "init_from", "eval_only", "preset",
+    "compile", "grad_checkpoint", "resume", "init_from", "eval_only", "preset", "log",
 }  # fmt: skip
 
 
