@@ -179,12 +179,12 @@ def blocks(q1, k1, q2, k2, v, lam, size=128):
     return torch.cat(y[::-1], dim=2)
 
 
-BLOCKS_UNTIL = 1024  # tokens
+BLOCKS_UNTIL = 1024  # tokens: what blocks keep for the backward pass grows with their square
 
 
 def fastest(q1, k1, q2, k2, v, lam):
     """One new token is one row: `eager`. On a CPU `blocks`, while what they keep for the backward pass is small. Else
-    `fused`. Measured by experiments/speed.py."""
+    `fused`. Measured by experiments/length.py."""
     if q1.shape[2] == 1:
         path = eager
     else:
@@ -198,7 +198,7 @@ def fastest(q1, k1, q2, k2, v, lam):
 
 
 class Attention(nn.Module):
-    """What every kind shares: projections, RoPE, cache, the two paths, the output projection."""
+    """What every kind shares: projections, RoPE, cache, the choice of a path, the output projection."""
 
     head_multiple = 1  # n_head and n_kv_head come in multiples of this
     query_factor = 1  # query heads (softmax maps) for each of n_head

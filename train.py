@@ -28,7 +28,7 @@ from config import MAY_CHANGE, PRESETS, TrainConfig, need
 from device import PEAK_FLOPS, compiled, made_with, precision
 from distributed import ALONE, StopOnSignal, join
 from evaluate import evaluate
-from model import GPT
+from model import BLOCKS_UNTIL, GPT
 from report import describe, duration, report
 from run_log import EventLog, attention_numbers
 
@@ -125,9 +125,10 @@ def train(cfg, team=ALONE):
     params, flops = model.num_params(), model.flops_per_token(cfg.block_size)
     needs, fits = memory.plan(cfg, model_cfg, params, device, use_autocast, team.local_size)
     print(f"{cfg.attention} attention, {params:,} parameters (standard: {standard:,}), {flops / 1e6:.1f} MFLOP a token")
+    way = "in blocks" if device.type == "cpu" and cfg.block_size <= BLOCKS_UNTIL else "fused"  # as `fastest` has it
     print(
         f"{f'{team.size} x ' * (team.size > 1)}{gpu or device.type}"
-        f"{f' ({peak / 1e12:.0f} TFLOP/s at best)' * (peak > 0)}, {dtype}, fused attention"
+        f"{f' ({peak / 1e12:.0f} TFLOP/s at best)' * (peak > 0)}, {dtype}, attention {way}"
     )
     if cfg.dtype not in ("auto", dtype):
         print(f"warning: this GPU has no {cfg.dtype} of its own: {dtype} instead")
