@@ -42,6 +42,7 @@ def to_fast(tokenizer):
     pieces = Split(Regex(encoding._pat_str), "isolated")
     fast.pre_tokenizer = Sequence([pieces, ByteLevel(add_prefix_space=False, use_regex=False)])
     fast.decoder = decoders.ByteLevel()
+    fast.add_special_tokens(list(encoding._special_tokens))  # GPT-2's <|endoftext|>, whose id is the next
     return fast
 
 
@@ -56,6 +57,8 @@ def load(path):
     spec, vocab = what_counts(fast), sorted(fast.get_vocab(), key=fast.token_to_id)
     if spec["model"]["type"] == "WordLevel":
         tokenizer = tokenizers.CharTokenizer("".join(vocab))
+    elif "<|endoftext|>" in vocab:
+        tokenizer = tokenizers.GPT2Tokenizer()
     else:
         byte = {letter: byte for byte, letter in byte_letters().items()}
         pieces = ((spec["pre_tokenizer"] or {}).get("pretokenizers") or [{}])[0]

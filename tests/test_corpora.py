@@ -152,6 +152,17 @@ def test_characters_import_no_tiktoken(tmp_path):
     assert done.stdout == "False\n", done.stderr
 
 
+def test_gpt2_goes_to_transformers_and_back(tmp_path):
+    from data import fast_tokenizers
+
+    ours = tokenizers.GPT2Tokenizer()
+    fast, text = fast_tokenizers.to_fast(ours), "It's 1,234 naïve 🙂 tests.\n\n  <|endoftext|> Again <|endoftext|>"
+    assert fast.encode(text).ids == ours.encode(text).tolist()
+    assert fast.get_vocab_size() == ours.vocab_size
+    fast.save(str(tmp_path / "tokenizer.json"))
+    assert fast_tokenizers.load(tmp_path / "tokenizer.json").to_dict() == {"kind": "gpt2"}
+
+
 def test_train_and_sample_with_gpt2(tiny, capsys):
     """C12, and report 6: an untrained model never writes an id that cannot be decoded."""
     result = train(tiny(tokenizer="gpt2", max_iters=1, eval_interval=1, out_dir="run"))
