@@ -123,35 +123,3 @@ def claim(run):
     except OSError:
         pass  # a file system without locks, as some clusters have
     return file
-
-
-class Log:
-    """log.jsonl: `append` adds a line. Opened at a step, it keeps the lines before that step; else it starts empty.
-
-    From its making to the end of its `with`, the folder is this process's alone.
-    """
-
-    def __init__(self, run, step=None):
-        self.lock, self.path = claim(run), Path(run) / "log.jsonl"
-        for rest in Path(run).glob("*.new"):  # of a process that was killed while it wrote
-            rest.unlink()
-        if self.path.exists():
-            kept = [] if step is None else [line for line in read_log(run) if line.get("step", -1) < step]
-            text = "".join(json.dumps(line) + "\n" for line in kept)
-            write(self.path, lambda file: file.write(text.encode()))
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.lock.close()
-
-    def append(self, **record):
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
-
-
-def read_log(run):
-    """The lines of log.jsonl, dicts; a last line that a kill cut short is left out."""
-    text = (Path(run) / "log.jsonl").read_text(encoding="utf-8")
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]

@@ -24,6 +24,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from generation import stream
+
 
 @dataclass
 class GPTConfig:
@@ -85,24 +87,6 @@ def rotate(x, rope):
     cos, sin = rope
     x1, x2 = x.chunk(2, dim=-1)  # the half-split pairing; the official code pairs (2j, 2j + 1)
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).type_as(x)
-
-
-class KVCache:
-    """Rotated keys and values of one layer, so that a new token costs one row of attention."""
-
-    def __init__(self, size):
-        self.size = size  # tokens
-        self.length = 0  # tokens held
-        self.k = self.v = None
-
-    def append(self, k, v):
-        """(B, heads, T, width) twice -> the same for all S tokens so far."""
-        if self.k is None:
-            self.k, self.v = (t.new_empty(*t.shape[:2], self.size, t.shape[3]) for t in (k, v))
-        new = slice(self.length, self.length + k.shape[2])
-        self.k[:, :, new], self.v[:, :, new] = k, v
-        self.length = new.stop
-        return self.k[:, :, : new.stop], self.v[:, :, : new.stop]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -427,45 +411,6 @@ class GPT(nn.Module):
         maps = sum(block.attn.q_proj.out_features + self.cfg.n_embd for block in self.blocks)
         return 3 * (2 * matrices + 2 * maps * (T + 1) / 2)
 
-    @torch.inference_mode()
-    def stream(self, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, generator=None, use_cache=True):
-        """(B, T) ids -> an iterator of (B, 1), the tokens that follow one by one.
-
-        The model sees a window of block_size tokens. When it is full, it starts again from its last
-        half, with or without the cache, so that both give the same text. Call in eval mode.
-        """
-        start, size = max(0, idx.shape[1] - self.cfg.block_size), self.cfg.block_size
-        caches = None
-        for _ in range(max_new_tokens):
-            if idx.shape[1] - start > size:
-                start, caches = idx.shape[1] - max(1, size // 2), None
-            if caches:
-                x = self.features(idx[:, -1:], caches)
-            else:
-                caches = [KVCache(size) for _ in self.blocks] if use_cache else None
-                x = self.features(idx[:, start:], caches)
-            token = pick(self.lm_head(x[:, -1]), temperature, top_k, top_p, generator)
-            idx = torch.cat((idx, token.to(idx.device)), dim=1)
-            yield token
-
     def generate(self, idx, max_new_tokens, **how):
-        """(B, T) ids -> (B, T + max_new_tokens). The arguments of `stream`."""
-        return torch.cat((idx, *self.stream(idx, max_new_tokens, **how)), dim=1)
-
-
-def pick(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
-    """(B, V) logits -> (B, 1) ids. Temperature 0 takes the best; top_k keeps that many (0: all); top_p keeps
-    the fewest whose probability reaches it, at least one. The generator lives on the CPU: same text everywhere."""
-    if temperature == 0:
-        return logits.argmax(dim=-1, keepdim=True)
-    # float64, and the maximum taken off first: a tiny temperature must not overflow
-    logits = logits.cpu().double()
-    logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
-    if 0 < top_k < logits.shape[-1]:
-        kept = logits.topk(top_k)  # by index: equal logits must not let in more than top_k
-        logits = torch.full_like(logits, -math.inf).scatter(1, kept.indices, kept.values)
-    if top_p < 1:
-        probs, order = logits.softmax(dim=-1).sort(dim=-1, descending=True)
-        surplus = (probs.cumsum(dim=-1) - probs >= top_p).index_fill(1, torch.tensor([0]), False)
-        logits = logits.masked_fill(surplus.scatter(1, order, surplus), -math.inf)
-    return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)
+        """(B, T) ids -> (B, T + max_new_tokens). `how`: the arguments of generation.stream."""
+        return torch.cat((idx, *stream(self, idx, max_new_tokens, **how)), dim=1)

@@ -1,10 +1,11 @@
-"""What the log of a run says of its attention, and the log as TensorBoard events.
+"""log.jsonl: its lines, what they say of the attention, and the same as TensorBoard events.
 
 python train.py --log=tensorboard               # writes them as the run goes, beside log.jsonl
 python run_log.py --out_dir=runs/stories-diff   # makes them from log.jsonl, which holds all of it
 tensorboard --logdir=runs                       # shows them, under the names of log.jsonl
 """
 
+import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,38 @@ QUANTILES = (0, 0.05, 0.25, 0.5, 0.75, 0.95, 1)
 @dataclass
 class EventsConfig:
     out_dir: str = ""  # the run's folder; empty means the newest
+
+
+class Log:
+    """log.jsonl, to which `append` adds a line. Opened at a step, it keeps the lines before that; else it starts empty.
+
+    From its making to the end of its `with`, the folder is this process's alone.
+    """
+
+    def __init__(self, run, step=None):
+        self.lock, self.path = checkpoint.claim(run), Path(run) / "log.jsonl"
+        for rest in Path(run).glob("*.new"):  # of a process that was killed while it wrote
+            rest.unlink()
+        if self.path.exists():
+            kept = [] if step is None else [line for line in read_log(run) if line.get("step", -1) < step]
+            text = "".join(json.dumps(line) + "\n" for line in kept)
+            checkpoint.write(self.path, lambda file: file.write(text.encode()))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.lock.close()
+
+    def append(self, **record):
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def read_log(run):
+    """The lines of log.jsonl, dicts; a last line that a kill cut short is left out."""
+    text = (Path(run) / "log.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def attention_numbers(model, idx):
@@ -59,13 +92,13 @@ def events(run):
     for old in Path(run).glob("events.out.tfevents.*"):
         old.unlink()
     writer = SummaryWriter(run)
-    for line in checkpoint.read_log(run):
+    for line in read_log(run):
         write_events(writer, line)
     return writer
 
 
-class EventLog(checkpoint.Log):
-    """log.jsonl, and the events."""
+class EventLog(Log):
+    """The same, and the events."""
 
     def __init__(self, run, step=None):
         super().__init__(run, step)

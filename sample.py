@@ -19,6 +19,7 @@ import torch
 import checkpoint
 from data import tokenizers
 from device import pick_device
+from generation import stream
 
 
 @dataclass
@@ -64,9 +65,9 @@ def encode_prompt(tokenizer, prompt):
 
 
 def stream_text(model, tokenizer, ids, **how):
-    """The text that follows the ids (1, T), in pieces. `how`: the arguments of GPT.stream."""
+    """The text that follows the ids (1, T), in pieces. `how`: those of generation.stream."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a token may end inside a character
-    for token in model.stream(ids, **how):
+    for token in stream(model, ids, **how):
         yield decoder.decode(tokenizer.decode_bytes([token.item()]))
     yield decoder.decode(b"", final=True)
 

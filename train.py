@@ -30,7 +30,7 @@ from distributed import ALONE, StopOnSignal, join
 from evaluate import evaluate
 from model import BLOCKS_UNTIL, GPT
 from report import describe, duration, report
-from run_log import EventLog, attention_numbers
+from run_log import EventLog, Log, attention_numbers, read_log
 
 # ---------------------------------------------------------------------------------------------
 # Parts
@@ -168,7 +168,7 @@ def train(cfg, team=ALONE):
     run = Path(cfg.out_dir)
     if team.first:
         run.mkdir(parents=True, exist_ok=True)
-    kind = EventLog if cfg.log == "tensorboard" else checkpoint.Log
+    kind = EventLog if cfg.log == "tensorboard" else Log
     log = team.together(lambda: kind(run, step if cfg.resume else None) if team.first else nullcontext())
     if team.first:
         checkpoint.write_config(run, asdict(replace(cfg, resume=False)))
@@ -264,7 +264,7 @@ def train(cfg, team=ALONE):
 
     if signum:
         return {"interrupted": signum, "out_dir": str(run), "steps": step}
-    lines = checkpoint.read_log(run) if team.first else []
+    lines = read_log(run) if team.first else []
     history = [(line["step"], line["val_loss"]) for line in lines if "val_loss" in line]
     return {
         "val_loss": val_loss, "best_val_loss": best, "train_loss": train_loss, "answers": answers, "entropy": entropy,

@@ -25,6 +25,7 @@ import torch._dynamo  # AdamW imports it; once, here, and not in every process  
 import checkpoint
 import data
 from config import TrainConfig
+from run_log import read_log
 from train import train
 
 BLOWS = {
@@ -93,7 +94,7 @@ def check_whole(run, step):
     if not (run / "ckpt.pt").exists():
         assert step == 0, f"{run} has lost its checkpoint of update {step}"
         return 0
-    checkpoint.read_config(run), checkpoint.read_log(run)
+    checkpoint.read_config(run), read_log(run)
     now = checkpoint.load(run / "ckpt.pt")["step"]
     assert now >= step, f"{run} was at update {step} and is at {now}"
     return now
@@ -104,7 +105,7 @@ def left(run):
     bits = lambda tensors: {name: t.numpy().tobytes() for name, t in tensors.items()}  # noqa: E731
     state, best = checkpoint.load(run / "ckpt.pt"), checkpoint.load(run / "best.pt")
     moments = {i: bits(tensors) for i, tensors in state["optimizer"]["state"].items()}
-    log = [{k: v for k, v in line.items() if k != "tokens_per_s"} for line in checkpoint.read_log(run)[1:]]
+    log = [{k: v for k, v in line.items() if k != "tokens_per_s"} for line in read_log(run)[1:]]
     return [bits(state["model"]), moments, state["step"], bits(best["model"]), best["step"], log]
 
 

@@ -15,7 +15,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import attention_numpy as reference
 import model
-from model import ATTENTIONS, GPTConfig, KVCache, blocks, eager, fastest, fused, softmax_map
+from generation import KVCache
+from model import ATTENTIONS, GPTConfig, blocks, eager, fastest, fused, softmax_map
 
 B, T, D, H, LAYER = 3, 7, 10, 12, 2
 PATHS = {"eager": eager, "fused": fused, "blocks": partial(blocks, size=3)}  # T is no multiple of 3

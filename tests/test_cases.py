@@ -17,8 +17,10 @@ import device
 import train as training
 from config import PRESETS, TrainConfig
 from data import stories, tokenizers
-from model import ATTENTIONS, GPT, GPTConfig, KVCache, blocks, eager, fused
+from generation import KVCache
+from model import ATTENTIONS, GPT, GPTConfig, blocks, eager, fused
 from report import report
+from run_log import read_log
 from sample import SampleConfig, sample
 from train import to_device, train
 
@@ -186,20 +188,20 @@ def test_mfu_is_that_of_a_known_device_in_sixteen_bits(tiny, monkeypatch, capsys
     monkeypatch.setitem(training.PEAK_FLOPS, "", 500e12)
     train(tiny(dtype="bfloat16", out_dir="known"))
     assert "cpu (500 TFLOP/s at best), bfloat16" in capsys.readouterr().out
-    header, *lines = checkpoint.read_log("known")
+    header, *lines = read_log("known")
     for line in (line for line in lines if "loss" in line):
         assert (
             line["mfu"] == pytest.approx(line["tokens_per_s"] * header["flops_per_token"] / 500e12) and line["mfu"] < 1
         )
     train(tiny(out_dir="float32"))
-    assert not any("mfu" in line for line in checkpoint.read_log("float32"))
+    assert not any("mfu" in line for line in read_log("float32"))
 
 
 def test_a_pair_differs_in_its_attention_alone(tiny, capsys):
     """43, C20: parameters are said. The third of the row, half the heads of twice the size, has the standard's."""
     for kind in ("standard", "diff"):
         train(tiny(attention=kind, max_iters=0, out_dir=kind))
-    a, b = (checkpoint.read_log(kind)[0]["params"] for kind in ("diff", "standard"))
+    a, b = (read_log(kind)[0]["params"] for kind in ("diff", "standard"))
     assert f"diff attention, {a:,} parameters (standard: {b:,})" in capsys.readouterr().out and a > b
     one, other = (json.loads(Path(f"{kind}/config.json").read_text()) for kind in ("standard", "diff"))
     assert {name for name in one if one[name] != other[name]} == {"attention", "out_dir"}
@@ -354,7 +356,7 @@ def test_every_setting_matters(tiny):
 
     def run(name, **changes):
         train(tiny(**{**dict(n_layer=1, block_size=8, max_iters=4, warmup_iters=1), **changes}, out_dir=name))
-        measured = [(line["step"], line.get("val_loss"), line.get("loss")) for line in checkpoint.read_log(name)[1:]]
+        measured = [(line["step"], line.get("val_loss"), line.get("loss")) for line in read_log(name)[1:]]
         return measured, checkpoint.load(f"{name}/ckpt.pt")["model"]["norm.weight"].tolist()
 
     base, bpe = run("base"), run("bpe", tokenizer="bpe")

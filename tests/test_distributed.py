@@ -22,6 +22,7 @@ import checkpoint  # noqa: E402
 import data  # noqa: E402
 import train as training  # noqa: E402
 from evaluate import evaluate  # noqa: E402
+from run_log import read_log  # noqa: E402
 
 RUN = dict(batch_size=2, gradient_accumulation_steps=2, max_iters=6, log_interval=1, eval_interval=3)
 
@@ -95,7 +96,7 @@ def test_two_processes_are_one(tiny):
 
     # as one process with a batch twice as large, and twice the same
     one = training.train(tiny(**{**RUN, "batch_size": 4}, out_dir="one"))
-    logs = {name: checkpoint.read_log(name)[1:] for name in ("one", "two", "again")}
+    logs = {name: read_log(name)[1:] for name in ("one", "two", "again")}
     for a, b, c in zip(*logs.values()):
         assert a["step"] == b["step"] and b.get("loss", b.get("val_loss")) == c.get("loss", c.get("val_loss"))
         for name in ("loss", "val_loss", "grad_norm", "lr"):

@@ -9,7 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import model
 from config import check_model
-from model import ATTENTIONS, GPT, GPTConfig, blocks, eager, fused, pick
+from generation import KVCache, pick
+from model import ATTENTIONS, GPT, GPTConfig, blocks, eager, fused
 
 KINDS = list(ATTENTIONS)
 SMALL = GPTConfig(block_size=16, vocab_size=31, n_layer=3, n_head=4, n_embd=24)
@@ -235,7 +236,7 @@ def test_smallest_model_generates():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_cache_has_the_type_of_its_keys(dtype):
     """Report 38."""
-    cache = model.KVCache(4)
+    cache = KVCache(4)
     k, v = cache.append(torch.ones(1, 2, 3, 5, dtype=dtype), torch.ones(1, 1, 3, 7, dtype=dtype))
     assert k.dtype is v.dtype is dtype and k.shape == (1, 2, 3, 5) and v.shape == (1, 1, 3, 7)
 

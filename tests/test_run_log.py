@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-import checkpoint
 import run_log
 from model import ATTENTIONS, GPT, GPTConfig
-from run_log import QUANTILES, attention_numbers
+from run_log import QUANTILES, attention_numbers, read_log
 from train import train
 
 
@@ -42,7 +41,7 @@ def test_events_are_the_log(tiny, monkeypatch):
     how = dict(attention="diff", log="tensorboard", lr_decay_iters=8)
     run = train(tiny(max_iters=6, **how))["out_dir"]
     train(tiny(out_dir=run, resume=True, **how))
-    live, lines = curves_of(run), checkpoint.read_log(run)[1:]
+    live, lines = curves_of(run), read_log(run)[1:]
     for tag, curve in live.items():
         name, *keys = tag.split("/")
         expected = [(line["step"], line[name]) for line in lines if line.get(name) is not None]

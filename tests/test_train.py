@@ -22,6 +22,7 @@ import train as training
 from config import CHOICES, PRESETS, TrainConfig
 from device import precision
 from model import ATTENTIONS, GPT
+from run_log import Log, read_log
 from train import evaluate, learning_rate, make_optimizer, train
 
 ROOT = Path(__file__).parent.parent
@@ -55,7 +56,7 @@ def test_run_from_text_to_sample(kind, tiny, capsys):
     assert {p.name for p in run.iterdir()} == {"config.json", "log.jsonl", "ckpt.pt", "best.pt", "lock"}
     first, last = result["history"][0][1], result["val_loss"]
     assert last < first - 0.5 and result["best_val_loss"] == min(loss for _, loss in result["history"])
-    header, *lines = checkpoint.read_log(run)
+    header, *lines = read_log(run)
     assert header["params"] == GPT(tiny(attention=kind).model_config(result_vocab(run))).num_params()
     evals, steps = [r for r in lines if "val_loss" in r], [r for r in lines if "loss" in r]
     assert [r["step"] for r in evals] == [0, 20, 40, 60] and len(steps) == 30
@@ -126,7 +127,7 @@ def test_accumulation_is_one_large_batch(kind, tiny):
     whole = train(tiny(out_dir="whole", batch_size=16, log_interval=1, **cfg))
     cut = train(tiny(out_dir="cut", batch_size=4, gradient_accumulation_steps=4, log_interval=1, **cfg))
     assert cut["train_loss"] == pytest.approx(whole["train_loss"], abs=1e-6)
-    norms = [next(r["grad_norm"] for r in checkpoint.read_log(r["out_dir"]) if "loss" in r) for r in (whole, cut)]
+    norms = [next(r["grad_norm"] for r in read_log(r["out_dir"]) if "loss" in r) for r in (whole, cut)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
     # The first AdamW step is the sign of the gradient, so compare its first moments, which are the gradients
     a, b = (checkpoint.load(f"{name}/ckpt.pt")["optimizer"]["state"] for name in ("whole", "cut"))
@@ -261,7 +262,7 @@ def test_resumed_run_ends_in_the_same_bits(kind, tiny):
     train(tiny(out_dir="halved", max_iters=6, **how))
     halved = train(tiny(out_dir="halved", max_iters=12, resume=True, **how))
     assert equal(weights("straight"), weights("halved"))
-    strip = lambda run: [{k: v for k, v in r.items() if k != "tokens_per_s"} for r in checkpoint.read_log(run)[1:]]  # noqa: E731
+    strip = lambda run: [{k: v for k, v in r.items() if k != "tokens_per_s"} for r in read_log(run)[1:]]  # noqa: E731
     losses = [[r for r in strip(run) if r["step"] % 4 == 0 or "loss" in r] for run in ("straight", "halved")]
     assert losses[0] == [r for r in losses[1] if r["step"] != 6 or "loss" in r]
     assert straight["best_val_loss"] == halved["best_val_loss"]
@@ -306,9 +307,7 @@ def test_a_kill_during_evaluation_costs_nothing(tiny, monkeypatch):
     assert checkpoint.load("b/ckpt.pt")["step"] == 0
     train(tiny(out_dir="b", max_iters=4, resume=True))
     assert equal(weights("a"), weights("b"))
-    assert [r.get("val_loss") for r in checkpoint.read_log("a")] == [
-        r.get("val_loss") for r in checkpoint.read_log("b")
-    ]
+    assert [r.get("val_loss") for r in read_log("a")] == [r.get("val_loss") for r in read_log("b")]
 
 
 def test_best_is_kept_apart_from_latest(tiny, monkeypatch):
@@ -353,7 +352,7 @@ def test_a_second_run_never_overwrites_the_first(tiny):
 
 def test_a_folder_in_use_is_left_alone(tiny):
     train(tiny(out_dir="run", max_iters=2))
-    with checkpoint.Log("run", 2):
+    with Log("run", 2):
         before = {p: p.read_bytes() for p in Path("run").iterdir()}
         with pytest.raises(ValueError, match="run is in use by another process: wait for it, or choose another"):
             train(tiny(out_dir="run", resume=True))
@@ -459,15 +458,15 @@ def test_checkpoint_prints_its_text_without_the_data_folder(tiny):
 
 
 def test_log_survives_a_cut_line(tmp_path):
-    with checkpoint.Log(tmp_path) as log:
+    with Log(tmp_path) as log:
         for step in range(4):
             log.append(step=step)
     with open(log.path, "a") as file:
         file.write('{"step": 4, "lo')
-    assert checkpoint.read_log(tmp_path) == [{"step": s} for s in range(4)]
-    with checkpoint.Log(tmp_path, 2) as log:
+    assert read_log(tmp_path) == [{"step": s} for s in range(4)]
+    with Log(tmp_path, 2) as log:
         log.append(step=2, again=True)
-    assert checkpoint.read_log(tmp_path) == [{"step": 0}, {"step": 1}, {"step": 2, "again": True}]
+    assert read_log(tmp_path) == [{"step": 0}, {"step": 1}, {"step": 2, "again": True}]
 
 
 # ---------------------------------------------------------------------------------------------
