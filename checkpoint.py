@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from model import GPT, GPTConfig
+from model import ATTENTIONS, GPT, GPTConfig
 
 RUNS = Path("runs")  # where runs go whose folder nobody named
 
@@ -54,11 +54,14 @@ def load(path):
             if archive.testzip():  # a checksum that torch.load would not look at
                 raise zipfile.BadZipFile
         state = torch.load(path, map_location="cpu", weights_only=True)
-        load_model(state)
+        if known := (kind := state["model_config"]["attention"]) in ATTENTIONS:
+            load_model(state)
         finite = all(w.isfinite().all() for w in state["model"].values())
         state["tokenizer"]["kind"], state["train_config"]["dataset"], state["step"], state["best_val_loss"]
     except Exception as error:  # whatever a damaged or foreign file provokes, it is the file that is wrong
         raise ValueError(f"{path} is not a checkpoint of this project ({type(error).__name__})") from None
+    if not known:
+        raise ValueError(f"{path} has attention={kind!r}: model.py must have it in ATTENTIONS")
     if not finite:
         raise ValueError(f"{path} has weights that are not finite: its run diverged")
     return state

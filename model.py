@@ -39,7 +39,8 @@ class GPTConfig:
     n_embd: int = 128  # C, channels
     dropout: float = 0.0  # probability, on embeddings and residual branches
     attention: str = "diff"  # a key of ATTENTIONS
-    init_std: float = 0.1  # of every matrix at the start
+    init_std: float = 0.1  # of every other matrix at the start
+    emb_std: float = 0.5  # of the token embedding at the start
     rope_theta: float = 10000.0  # RoPE's base wavelength, tokens / (2 pi)
     tie_embeddings: bool = True  # one matrix reads tokens in and scores them at the end
 
@@ -351,8 +352,11 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed):
-        """Every initial value: matrices N(0, init_std), norm gains 1, lambda vectors N(0, 0.1).
+        """Every initial value: the embedding N(0, emb_std), other matrices N(0, init_std), those that end a residual
+        branch divided by sqrt(2 n_layer) as in GPT-2, norm gains 1, lambda vectors N(0, 0.1).
 
+        Tokens start much larger than what the branches add to them: at equal scales a small model takes
+        five times as long to look anything up, or never does (LOG.md).
         Lambda vectors must not be zero: each one's gradient is a multiple of its partner. A tensor's
         values depend on the seed and its name only, so kinds start from equal weights where they share them.
         """
@@ -361,7 +365,10 @@ class GPT(nn.Module):
                 continue
             generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
             if p.ndim == 2:
-                p.copy_(torch.randn(p.shape, generator=generator, device="cpu") * self.cfg.init_std)
+                std = self.cfg.emb_std if name == "tok_emb.weight" else self.cfg.init_std
+                if name.endswith(("out_proj.weight", "down_proj.weight")):
+                    std /= math.sqrt(2 * self.cfg.n_layer)
+                p.copy_(torch.randn(p.shape, generator=generator, device="cpu") * std)
             elif ".lambda_" in name:
                 p.copy_(torch.randn(p.shape, generator=generator, device="cpu") * 0.1)
             else:

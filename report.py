@@ -35,5 +35,5 @@ def report(cfg, result, tokens=300):
         print(f"{result['steps']} updates, {speed}, {result['params']:,} parameters")
     print(f"saved in {run}: ckpt.pt (latest), best.pt (lowest validation loss), log.jsonl, config.json")
     print(f"next: python sample.py --out_dir={run}")
-    if cfg.attention != "standard":
+    if cfg.attention != "standard" and not (cfg.resume or cfg.init_from):
         print("      the same again with --attention=standard, to compare")

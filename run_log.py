@@ -119,6 +119,7 @@ def main():
         run = cfg.out_dir or checkpoint.newest_run()
         need((Path(run) / "log.jsonl").is_file(), f"{run} has no log.jsonl: name the folder of a run")
         events(run).close()
+        print(f"{run}: an event file, for tensorboard --logdir={run}")
     except (ValueError, OSError) as error:
         sys.exit(f"run_log.py: {error}")
 

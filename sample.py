@@ -2,7 +2,7 @@
 
     python sample.py                                        # the newest run
     python sample.py --out_dir=runs/stories-diff --temperature=0
-    python sample.py --start="Will has a red kite." --num_samples=3
+    python sample.py --start="Ann mends maps." --num_samples=3
     python sample.py --start=FILE:prompt.txt                # or --start=FILE:- for standard input
 
 A checkpoint is enough: no data folder, and any device will do.

@@ -99,7 +99,7 @@ def starting_point(cfg, processes):
         )
     model_cfg = cfg.model_config(dataset.tokenizer.vocab_size)
     for name, value in asdict(model_cfg).items():
-        if state and state["model_config"][name] != value and name != "dropout":
+        if state and state["model_config"][name] != value and name not in ("dropout", "init_std", "emb_std"):
             raise ValueError(f"{name}={value!r} does not fit the checkpoint, which has {state['model_config'][name]!r}")
     return cfg, state, dataset, model_cfg, dataset.val_windows(cfg.eval_windows, cfg.block_size)
 
@@ -124,7 +124,8 @@ def train(cfg, team=ALONE):
         model, standard = GPT(model_cfg), GPT(replace(model_cfg, attention="standard")).num_params()
     params, flops = model.num_params(), model.flops_per_token(cfg.block_size)
     needs, fits = memory.plan(cfg, model_cfg, params, device, use_autocast, team.local_size)
-    print(f"{cfg.attention} attention, {params:,} parameters (standard: {standard:,}), {flops / 1e6:.1f} MFLOP a token")
+    size = f"{params:,} parameters (standard: {standard:,}), {model_cfg.vocab_size:,} kinds of token"
+    print(f"{cfg.attention} attention, {size}, {flops / 1e6:.1f} MFLOP a token")
     way = "in blocks" if device.type == "cpu" and cfg.block_size <= BLOCKS_UNTIL else "fused"  # as `fastest` has it
     print(
         f"{f'{team.size} x ' * (team.size > 1)}{gpu or device.type}"
@@ -154,7 +155,7 @@ def train(cfg, team=ALONE):
     state = None  # the weights are twice in memory no longer
     if cfg.eval_only:
         val_loss, answers = evaluate(model, windows, cfg.batch_size, device, autocast, team)
-        print(describe(val_loss, answers, entropy))
+        print(f"{cfg.out_dir}: {describe(val_loss, answers, entropy)}")
         return {"val_loss": val_loss, "answers": answers, "entropy": entropy, "params": params, "out_dir": cfg.out_dir}
 
     forward = model
@@ -265,7 +266,7 @@ def train(cfg, team=ALONE):
     if signum:
         return {"interrupted": signum, "out_dir": str(run), "steps": step}
     lines = read_log(run) if team.first else []
-    history = [(line["step"], line["val_loss"]) for line in lines if "val_loss" in line]
+    history = [(line["step"], line["val_loss"], line["answers"]) for line in lines if "val_loss" in line]
     return {
         "val_loss": val_loss, "best_val_loss": best, "train_loss": train_loss, "answers": answers, "entropy": entropy,
         "lambdas": attention["lambdas"], "params": params, "params_standard": standard, "steps": step,

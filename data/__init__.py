@@ -49,9 +49,10 @@ class Dataset:
         counts = [count for _, _, count in self.files[split]]
         if max(counts) <= block_size:
             where = " in its longest file" * (len(counts) > 1)
+            shorter = f"--block_size={max(counts) - 1} or less, or " * (max(counts) > 1)
             raise ValueError(
                 f"the {split} split has {max(counts):,} tokens{where}, too few for block_size={block_size}:"
-                f" use --block_size={max(1, max(counts) - 1)} or less, or a longer text"
+                f" use {shorter}a longer text"
             )
         if not self.meta.get("lines"):
             return [range(max(0, count - block_size)) for count in counts]
@@ -95,16 +96,18 @@ class Dataset:
             return rows[:, :-1], rows[:, 1:], np.full_like(rows[:, 1:], -1)
         text = self.tokenizer.decode_bytes(self.tokens("val")).decode()
         lines = text.splitlines(keepends=True)[:count]
-        width = max(map(len, lines))
+        rows = [self.tokenizer.encode("\n" + line) for line in lines]
+        width = max(map(len, rows)) - 1
         if width > block_size:
             raise ValueError(f"block_size={block_size} is too short for the longest story: use --block_size={width}")
         x, y, question = (np.full((len(lines), width), fill, dtype=np.int64) for fill in (0, -1, -1))
         asked = 0
-        for i, line in enumerate(lines):
-            ids = self.tokenizer.encode("\n" + line)
-            x[i, : len(line)], y[i, : len(line)] = ids[:-1], ids[1:]
+        for i, (line, ids) in enumerate(zip(lines, rows)):
+            n = len(ids) - 1
+            x[i, :n], y[i, :n] = ids[:-1], ids[1:]
+            ends = np.cumsum([len(self.tokenizer.decode_bytes([token])) for token in y[i, :n]])
             for answer in re.finditer(stories.ANSWER, line):
-                question[i, answer.start(1) : answer.end(1)] = asked
+                question[i, :n][(answer.start(1) < ends) & (ends <= answer.end(1))] = asked
                 asked += 1
         return x, y, question
 
@@ -122,13 +125,13 @@ def load(name, tokenizer="auto", bpe_vocab_size=1024, difficulty=None, cache=Non
     """
     cache = Path(cache or CACHE)
     if name == "stories":
-        if tokenizer not in ("auto", "char"):
-            raise ValueError(f"tokenizer={tokenizer!r}: stories are read by character, use --tokenizer=char")
+        if tokenizer != "auto":
+            raise ValueError(f"tokenizer={tokenizer!r}: stories are read by word, use --tokenizer=auto")
         difficulty = difficulty or stories.Difficulty()
         difficulty.check()
         key = f"stories-{_hash(json.dumps(asdict(difficulty)), stories.__file__)}"
         return _open(cache / key, lambda: _prepare_stories(difficulty))
-    if name == "fineweb" or name not in corpora.SOURCES and Path(name).is_dir():
+    if name == "fineweb" or name and name not in corpora.SOURCES and Path(name).is_dir():
         folder = corpora.fetch(name, cache) if name == "fineweb" else Path(name)
         return Dataset(folder, *tokenfiles.describe(folder, tokenizer))
     two_texts = name in ("tinystories", "openwebtext")  # one to train, one to validate
@@ -164,14 +167,16 @@ def _prepare_stories(difficulty):
         "train": list(stories.generate(difficulty, 1, difficulty.train_stories)),
         "val": list(stories.generate(difficulty, 2, difficulty.val_stories)),
     }
+    tokenizer = tokenizers.BPETokenizer.of_words(stories.VOCABULARY)
     texts, nats = zip(*told["val"])
     mean_nats, mean_length = stories.expected(difficulty)
     meta = {
-        "lines": True, "nats": nats, "lengths": list(map(len, texts)), "difficulty": asdict(difficulty),
-        "expected_entropy": mean_nats / mean_length, "guesses": stories.guesses(texts),
+        "lines": True, "nats": nats, "lengths": [len(tokenizer.encode(text)) for text in texts],
+        "difficulty": asdict(difficulty), "expected_entropy": mean_nats / mean_length,
+        "guesses": stories.guesses(texts),
     }  # fmt: skip
     splits = {split: ["".join(text for text, _ in pairs)] for split, pairs in told.items()}
-    return splits, tokenizers.CharTokenizer(stories.ALPHABET), meta
+    return splits, tokenizer, meta
 
 
 def _prepare_text(texts, kind, bpe_vocab_size):

@@ -70,6 +70,11 @@ class BPETokenizer:
         return {"kind": "bpe", "pattern": self.pattern, "tokens": tokens}
 
     @classmethod
+    def of_words(cls, words):
+        """Each of these is one token, and all other text is bytes."""
+        return cls([bytes([b]) for b in range(256)] + [word.encode() for word in words if len(word.encode()) > 1])
+
+    @classmethod
     def train(cls, pieces, vocab_size):
         """Joins the most frequent pair of neighbours into a new token, again and again (Sennrich et al. 2016).
 
@@ -136,7 +141,7 @@ class GPT2Tokenizer(BPETokenizer):
             files = " and ".join(f"{url} as {hashlib.sha1(url.encode()).hexdigest()}" for url in GPT2_FILES)
             raise OSError(
                 f"GPT-2's vocabulary could not be fetched ({type(error).__name__}): put {files} into a folder,"
-                f" and name that folder in TIKTOKEN_CACHE_DIR (now {folder})"
+                f" and name that folder in TIKTOKEN_CACHE_DIR (now {folder}), or use --tokenizer=char"
             ) from None
 
     def first(self):

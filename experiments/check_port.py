@@ -46,7 +46,7 @@ class CheckPortConfig:
 
 def read(path):
     """{name: tensor} of a .npz or torch file. Raises ValueError with one sentence."""
-    need(Path(path).is_file(), f"{path} does not exist")
+    need(Path(path).is_file(), f"{path} is not a file")
     try:
         with open(path, "rb") as file:
             entries = dict(np.load(file)) if path.endswith(".npz") else torch.load(file, "cpu", weights_only=True)

@@ -62,12 +62,18 @@ def compare(cfg):
     return numbers
 
 
+def half_right(history):
+    """The update from which on at least half of the answers were right, None if there is none."""
+    wrong = [step for step, _, answers in history if answers < 0.5]
+    return min((step for step, _, _ in history if step > max(wrong, default=-1)), default=None)
+
+
 def table(numbers):
     """The rows that the terminal and the README show."""
     kinds, baseline = numbers["kinds"], numbers["baseline"]
     asks = kinds[baseline]["answers"][0] is not None
     columns = ["attention", "parameters", "seeds", "validation loss"]
-    rows = [columns + [f"difference to {baseline}"] * (len(kinds) > 1) + ["answers right"] * asks]
+    rows = [columns + [f"difference to {baseline}"] * (len(kinds) > 1) + ["answers right", "half right at"] * asks]
     for kind, k in kinds.items():
         (mean, sd), (diff, _, half) = k["mean_sd"], k["difference"]
         row = [kind, f"{k['params']:,}", str(len(k["val_loss"]))]
@@ -79,6 +85,7 @@ def table(numbers):
             row.append("" if kind == baseline else verdict)
         if asks:
             row.append(", ".join(f"{a:.1%}" for a in k["answers"]))
+            row.append(", ".join(map(str, (half_right(run) for run in k["history"]))))
         rows.append(row)
     return rows
 
@@ -89,8 +96,8 @@ def picture(numbers, path):
 
     figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
     for kind, k in numbers["kinds"].items():
-        steps = [step for step, _ in k["history"][0]][1:]
-        columns = list(zip(*([loss for _, loss in run][1:] for run in k["history"])))
+        steps = [step for step, _, _ in k["history"][0]][1:]
+        columns = list(zip(*([loss for _, loss, _ in run][1:] for run in k["history"])))
         (line,) = axes.plot(steps, [sum(c) / len(c) for c in columns], label=kind)
         axes.fill_between(steps, list(map(min, columns)), list(map(max, columns)), color=line.get_color(), alpha=0.2)
     if k["entropy"] is not None:

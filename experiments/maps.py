@@ -17,7 +17,7 @@ import experiments
 from data import tokenizers
 from sample import encode_prompt
 
-PROMPT = "Ann has a red kite. Ben has a tan map. The door was open. Fay has a green hat. Ben? A "
+PROMPT = "\nAnn mends maps. Ben hides kites. The door was open. Nobody wants jugs. Fay sells hats. And Ben? Ben"
 
 
 @dataclass
@@ -38,7 +38,7 @@ def maps_of(model, tokenizer, prompt, layer=-1, head=0):
     weights = [A1[0] if A2 is None else (A1 - lam[..., None] * A2)[0] for A1, A2, lam in maps]  # (heads, T, T)
     if layer == -1:
         # the last token's strongest weight, but for its neighbours and the first token
-        far = [w[:, -1, 1:-8].amax(dim=1) for w in weights]
+        far = [w[:, -1, 1:-4].amax(dim=1) for w in weights]
         layer = max(range(len(far)), key=lambda i: far[i].max())
         head = int(far[layer].argmax())
     if not (0 <= layer < len(maps) and 0 <= head < len(weights[0])):
@@ -58,15 +58,16 @@ def maps_of(model, tokenizer, prompt, layer=-1, head=0):
 def picture(numbers, path):
     import matplotlib.pyplot as plt
 
-    tokens = [{" ": "␣", "\n": "⏎"}.get(token, token) for token in numbers["tokens"]]
+    tokens = [{" ": "␣", "\n": "⏎"}.get(token, token.strip(" ")) for token in numbers["tokens"]]
+    size = min(8, 280 / len(tokens))  # points
     figure, axes = plt.subplots(1, len(numbers["maps"]), figsize=(5 * len(numbers["maps"]), 5.4), layout="constrained")
     for ax, (title, A) in zip(np.atleast_1d(axes), numbers["maps"].items()):
         A = np.array(A)
         # Square roots, so that small weights can be seen beside large ones.
         ax.imshow(np.sign(A) * np.sqrt(np.abs(A)), cmap="RdBu", vmin=-1, vmax=1)
         ax.set_title(f"{title}: {(A < 0).sum() / np.tril(np.ones_like(A)).sum():.0%} of weights negative", fontsize=10)
-        ax.set_xticks(range(len(tokens)), tokens, fontsize=5, family="monospace")
-        ax.set_yticks(range(len(tokens)), tokens, fontsize=5, family="monospace")
+        ax.set_xticks(range(len(tokens)), tokens, fontsize=size, rotation=90)
+        ax.set_yticks(range(len(tokens)), tokens, fontsize=size)
         ax.tick_params(length=0, pad=1)
         j = np.abs(A[-1]).argmax()
         note = f"the last token's strongest weight: {A[-1, j]:+.2f} on {tokens[j]!r}"

@@ -35,7 +35,7 @@ def tiny(text_file, tmp_path, monkeypatch):
     def settings(**changes):
         small = dict(
             dataset=str(text_file), n_layer=2, n_head=4, n_embd=32, block_size=24, batch_size=4, max_iters=8,
-            eval_interval=4, eval_windows=10, log_interval=2, warmup_iters=2, device="cpu",
+            eval_interval=4, eval_windows=10, log_interval=2, warmup_iters=2, emb_std=0.1, device="cpu",
         )  # fmt: skip
         return TrainConfig(**{**small, **changes})
 

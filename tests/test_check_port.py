@@ -242,7 +242,7 @@ def test_command_line_and_callables(tmp_path, monkeypatch, capsys):
     assert code == 1 and out.startswith("differs"), out
     for args, part in (
         ([], "--callable"),
-        (["nope.npz"], "nope.npz does not exist"),
+        (["nope.npz"], "nope.npz is not a file"),
         (["--callable=my_port:nothing"], "nothing"),
         (["--callable=no_such_module:f"], "no_such_module"),
         (["port.npz", "--layer=1"], "lacks the input x"),

@@ -116,8 +116,9 @@ def test_unusable_settings(tmp_path):
     """Report 9."""
     for how, part in (
         (dict(name="nope.txt"), "nope.txt"),
-        (dict(name="stories", tokenizer="bpe"), "--tokenizer=char"),
-        (dict(name="stories", difficulty=Difficulty(people=20)), "people=20 must be from 1 to 8: use 8"),
+        (dict(name="stories", tokenizer="bpe"), "--tokenizer=auto"),
+        (dict(name="stories", difficulty=Difficulty(people=20)), "people=20 must be from 1 to 12: use 12"),
+        (dict(name="stories", difficulty=Difficulty(people=1)), "fewest=2 must be from 1 to 1: use 1"),
     ):
         with pytest.raises(ValueError, match=re.escape(part)):
             data.load(**how)
@@ -175,26 +176,36 @@ def test_stories_are_the_same_bytes_everywhere():
     assert hashlib.sha256(text.encode()).hexdigest() == STORIES_SHA256
 
 
-STORIES_SHA256 = "2a4ca707715910f0b56abb4a2abec21df2cb702a8d4af0e309d0682c43542811"
-HARD = Difficulty(people=5, distractors=3, sightings=2, restatements=2, questions=3)
+STORIES_SHA256 = "52dabbee30160b247e71bbc4ddaf4620f35acdcd0105f8b524575e06a25ba174"
+HARD = Difficulty(people=5, fewest=5, distractors=3, denials=2, restatements=2, questions=3)
 
 
-@pytest.mark.parametrize("difficulty", [Difficulty(), HARD, Difficulty(people=1, distractors=0, questions=1)])
+@pytest.mark.parametrize("difficulty", [Difficulty(), HARD, Difficulty(people=1, fewest=1, distractors=0, questions=1)])
 def test_answers_are_in_the_text_and_only_there(difficulty):
     for story, _ in stories.generate(difficulty, 3, 200):
-        told = re.findall(r"(\w+) has a (\w+ \w+)\.", story)
-        facts, asked = dict(told), re.findall(r"(\w+)\? A (\w+ \w+)\.", story)
-        assert len(facts) == len(set(told)) == difficulty.people and len(told) - len(facts) == difficulty.restatements
-        assert len(asked) == difficulty.questions and story.count("saw") == difficulty.sightings
-        assert all(facts[name] == thing for name, thing in asked)
-        assert [m[1] for m in re.finditer(stories.ANSWER, story)] == [thing for _, thing in asked]
+        told = re.findall(r"(?<!\? )\b(?!Nobody)(\w+) (\w+s \w+s)\.", story)
+        facts, asked = dict(told), re.findall(r"And (\w+)\? \1 (\w+ \w+)\.", story)
+        assert difficulty.fewest <= len(facts) == len(set(told)) <= difficulty.people
+        assert len(told) - len(facts) == difficulty.restatements
+        assert len(asked) == difficulty.questions and story.count("Nobody") == difficulty.denials
+        assert all(facts[name] == deed for name, deed in asked)
+        assert [m[1] for m in re.finditer(stories.ANSWER, story)] == [deed for _, deed in asked]
+
+
+def test_a_token_is_a_word():
+    tokenizer = data.load("stories", difficulty=replace(Difficulty(), train_stories=9, val_stories=9)).tokenizer
+    for story, _ in stories.generate(HARD, 3, 200):
+        pieces = [tokenizer.decode_bytes([i]).decode() for i in tokenizer.encode(story)]
+        assert pieces == stories.words(story) and "".join(pieces) == story
+    # whatever the story, nothing but the bytes that are no words is left unused
+    assert tokenizer.vocab_size == 256 + sum(len(word) > 1 for word in stories.VOCABULARY)
 
 
 @pytest.mark.parametrize("difficulty", [Difficulty(), HARD])
 def test_entropy_is_the_mean_of_minus_log_p(difficulty):
     count = 4000
     told = list(stories.generate(difficulty, 5, count))
-    nats, lengths = np.array([n for _, n in told]), np.array([len(t) for t, _ in told])
+    nats, lengths = np.array([n for _, n in told]), np.array([len(stories.words(t)) for t, _ in told])
     expected_nats, expected_length = stories.expected(difficulty)
     for sample, expected in ((nats, expected_nats), (lengths, expected_length)):
         assert abs(sample.mean() - expected) < 4 * sample.std() / math.sqrt(count) + 1e-9
@@ -203,10 +214,15 @@ def test_entropy_is_the_mean_of_minus_log_p(difficulty):
 def test_probabilities_are_frequencies():
     """On stories so small that each one comes up often: -log p is the logarithm of how often."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, words in (("NAMES", ["Ann", "Ben", "Cal"]), ("COLOURS", ["red", "tan"]), ("THINGS", ["map", "jug"])):
+        for name, words in (
+            ("NAMES", ["Ann", "Ben", "Cal"]),
+            ("VERBS", ["mends", "hides"]),
+            ("THINGS", ["maps", "jugs"]),
+        ):
             patch.setattr(stories, name, words)
         patch.setattr(stories, "SCENES", ["It was late."])
-        told = list(stories.generate(Difficulty(people=2, distractors=1, restatements=1, questions=1), 1, 40000))
+        small = Difficulty(people=2, fewest=1, distractors=1, denials=0, restatements=1, questions=1)
+        told = list(stories.generate(small, 1, 40000))
     counts, p = Counter(text for text, _ in told), {text: math.exp(-nats) for text, nats in told}
     assert sum(p.values()) == pytest.approx(1)  # all there are, each with a probability of its own
     assert all(abs(n - 40000 * p[t]) < 5 * math.sqrt(40000 * p[t]) for t, n in counts.items())
@@ -223,22 +239,24 @@ def test_story_windows(tmp_path):
     text = dataset.tokenizer.decode_bytes(dataset.tokens("val")).decode().splitlines(keepends=True)[:20]
     assert dataset.tokenizer.decode_bytes(y[y >= 0]).decode() == "".join(text)
     answers = re.findall(stories.ANSWER, "".join(text))
-    found = [dataset.tokenizer.decode_bytes(y[question == i]).decode() for i in range(question.max() + 1)]
+    found = [dataset.tokenizer.decode_bytes(y[question == i]).decode().strip() for i in range(question.max() + 1)]
     assert found == answers
     told = list(stories.generate(Difficulty(), 2, 20))
-    assert dataset.val_entropy(20) == pytest.approx(sum(n for _, n in told) / sum(len(t) for t, _ in told))
+    assert dataset.val_entropy(20) == pytest.approx(
+        sum(n for _, n in told) / sum(len(stories.words(t)) for t, _ in told)
+    )
     with pytest.raises(ValueError, match=f"--block_size={width}"):
         dataset.val_windows(20, width - 1)
 
 
 def test_guesses():
     texts = [
-        "Ann has a red kite. Ben has a tan map. Ben? A tan map. Ann? A red kite.\n",
-        "Ann has a red kite. Ann? A red kite.\n",
-        "Ann has a red kite. Ann has a red kite. Ben has a tan map. Ann? A red kite.\n",
+        "Ann mends maps. Ben hides jugs. And Ben? Ben hides jugs. And Ann? Ann mends maps.\n",
+        "Ann mends maps. And Ann? Ann mends maps.\n",
+        "Ann mends maps. Ann mends maps. Ben hides jugs. And Ann? Ann mends maps.\n",
     ]
     assert stories.guesses(texts) == {"any": 2.5 / 4, "last": 2 / 4, "most frequent": 3 / 4}
-    told = [text for text, _ in stories.generate(Difficulty(people=4), 1, 500)]
+    told = [text for text, _ in stories.generate(Difficulty(people=4, fewest=4, denials=0), 1, 500)]
     assert stories.guesses(told)["any"] == pytest.approx(1 / 4)
 
 

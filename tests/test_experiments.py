@@ -80,7 +80,7 @@ def test_compare_pairs_its_runs(tiny, monkeypatch):
         assert not seen
 
 
-RESULT = {"params": 1, "val_loss": 2.0, "answers": None, "entropy": None, "lambdas": [], "history": [[0, 3.0]],
+RESULT = {"params": 1, "val_loss": 2.0, "answers": None, "entropy": None, "lambdas": [], "history": [[0, 3.0, None]],
           "tokens_per_s": 1.0, "seconds": 1.0}  # fmt: skip
 
 
@@ -115,6 +115,11 @@ def test_a_better_kind_wins_and_a_copy_is_not_distinguishable():
     rows = compare.table({"baseline": "a", "kinds": kinds})
     assert [("not distinguishable" in row[4]) for row in rows[2:]] == [False, True]
     assert rows[2][4].startswith("-0.09")
+
+
+def test_when_half_of_the_answers_are_right():
+    for answers, update in (([0, 0.6, 0.4, 0.5, 0.7], 60), ([0, 0.4], None), ([0.6, 1], 0), ([0.4, 0.6], 20)):
+        assert compare.half_right([(20 * i, 1.0, share) for i, share in enumerate(answers)]) == update
 
 
 @pytest.mark.parametrize("kind", ATTENTIONS)
