@@ -20,7 +20,7 @@ from model import ATTENTIONS, BLOCKS_UNTIL, GPTConfig, blocks, eager, fastest, f
 
 PATHS = {"fastest": fastest, "eager": eager, "fused": fused, "blocks": blocks}
 LENGTHS = (256, 1024, 2048, 4096, 8192, 16384)  # tokens
-LONGEST_OF_MAPS = 4096  # tokens: what paths that keep whole maps are asked for
+LONGEST_OF_MAPS = 8192  # tokens: what paths that keep whole maps are asked for
 
 
 def layer_pass(kind, path, T):

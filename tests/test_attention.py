@@ -388,6 +388,23 @@ def test_lambda_matters_and_learns(kind):
     assert (layer(x, rope) - y).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("qk", [60.0, -60.0])
+def test_lambda_is_finite_and_learns_up_to_60(dtype, qk):
+    """60 is where exp still fits float32 with room for its gradient; float16 would have ended at 11."""
+    _, layer, _, _ = make("diff")
+    layer.to(dtype if dtype is torch.float32 else torch.bfloat16)
+    with torch.no_grad():
+        layer.lambda_q1.fill_(8.0)
+        layer.lambda_k1.fill_(qk / (8 * D))
+    with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
+        lam = layer.lam()
+    lam.backward()
+    assert lam.isfinite() and lam.dtype is torch.float32
+    assert lam.item() == pytest.approx(math.exp(qk) - 1 + layer.lambda_init, rel=0.3, abs=0.2)
+    assert all(p.grad.isfinite().all() for name, p in layer.named_parameters() if name.startswith("lambda"))
+
+
 @pytest.mark.parametrize("kind", ["diff", "diff_v2"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_does_not_lower_lambda(kind, dtype):
