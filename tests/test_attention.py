@@ -6,6 +6,7 @@ Sizes are pairwise different, so that no wrong broadcast can pass.
 """
 
 import math
+import re
 from functools import partial
 
 import numpy as np
@@ -279,6 +280,19 @@ def test_published_example():
     A = reference.diff_map(A1, A2, 0.8)
     np.testing.assert_allclose(A.sum(axis=1), 0.2, rtol=0, atol=1e-12)
     assert (A < 0).sum() == 13
+
+
+def test_walk_through_says_what_it_shows(capsys):
+    """The numbers that `python attention_numpy.py` prints, and its errors; it asserts the rest itself."""
+    reference.walk_through()
+    said = capsys.readouterr().out
+    assert "    0.04   0.40   0.05   0.45   0.04   0.02\n" in said  # the first row of A1: signal and distraction alike
+    assert "    0.12   0.14   0.11   0.41   0.13   0.09\n" in said
+    assert "   -0.06   0.29  -0.04   0.13  -0.07  -0.05\n" in said
+    assert f"row sums: {[0.2] * 6}, that is" in said and "negative weights: 27 of 36;" in said
+    assert "share of the signal      in the absolute weight: A1 0.46, difference 0.58" in said
+    assert "share of the distraction in the absolute weight: A1 0.40, difference 0.13" in said
+    assert all(float(error) < 1e-9 for error in re.findall(r"(?<=: )\d+e-\d+", said))
 
 
 def random_operands(heads=3, groups=3, width=2 * D):
