@@ -30,7 +30,7 @@ ROUNDS = [  # most die in the first; the other tests do not look at FILES
     ["run_log", "memory", "cases", "check_port", "fuzz", "distributed", "export", "experiments"],
     ["train"],
 ]
-HEAVY = "torch._dynamo torch.profiler torch.utils.flop_counter matplotlib.pyplot hypothesis tyro tiktoken".split()
+HEAVY = "torch._dynamo torch.profiler torch.utils.flop_counter matplotlib.pyplot tyro tiktoken".split()
 PAIRS = "Add Sub, Mult Div, FloorDiv Mult, Mod FloorDiv, Pow Mult, MatMult Mult, And Or, Lt LtE, Lt GtE, Gt LtE, \
 Gt GtE, Eq NotEq, Is IsNot, In NotIn".split(", ")
 OTHERS = {}  # the operators that may stand in an operator's place
