@@ -5,6 +5,7 @@ differ by rounding only, about 1e-15 here, so 1e-12 means another formula; gradi
 Sizes are pairwise different, so that no wrong broadcast can pass.
 """
 
+import inspect
 import math
 import re
 from functools import partial
@@ -92,6 +93,29 @@ def test_maps_are_the_reference(kind, kv):
             np.testing.assert_allclose(A2[b, i].detach(), ref2, rtol=0, atol=1e-12)
             ours = lam.detach() if kind == "diff" else lam[b, i].detach()
             np.testing.assert_allclose(ours, ref_lam, rtol=0, atol=1e-12)
+
+
+def test_scores_far_beyond_exp():
+    """Each row of a map is then 0 but for a 1."""
+    rng = np.random.default_rng(2)
+    Q1, K1, Q2, K2 = 1e4 * rng.normal(size=(4, T, D))
+    V = rng.normal(size=(T, D))
+    best = [[max(range(t + 1), key=lambda u: Q[t] @ K[u]) for t in range(T)] for Q, K in ((Q1, K1), (Q2, K2))]
+    for attention in (reference.diff_attention_loops, reference.diff_attention):
+        np.testing.assert_allclose(attention(Q1, K1, Q2, K2, V, 0.7), V[best[0]] - 0.7 * V[best[1]], rtol=0, atol=1e-12)
+
+
+def test_as_many_groups_as_channels_a_head():
+    """Sizes that are equal by chance: 2 key heads of 2 channels."""
+    q, k, v = (torch.randn(1, n, 5, 2, dtype=torch.float64) for n in (4, 2, 2))
+    torch.testing.assert_close(model.flash(q, k, v), eager(q, k, None, None, v, None), rtol=0, atol=1e-12)
+
+
+def test_defaults_are_the_model_s():
+    known = dict(causal=True, theta=GPTConfig().rope_theta, eps=model.RMSNorm(1).eps, sign=1)
+    for function in filter(inspect.isfunction, vars(reference).values()):
+        for name, parameter in inspect.signature(function).parameters.items():
+            assert parameter.default in (parameter.empty, known.get(name)), (function, name)
 
 
 @pytest.mark.parametrize("prefill", [1, 4, T - 1])
@@ -411,6 +435,13 @@ def test_autocast_does_not_lower_lambda(kind, dtype):
         q1, *_, lam = layer.float().operands(x.float(), [r.float() for r in rope])
     assert q1.dtype is dtype and lam.dtype is torch.float32
     torch.testing.assert_close(lam.double(), exact, rtol=1e-5, atol=1e-6)
+
+
+def test_low_precision_does_not_lower_maps():
+    q, k = torch.randn(2, B, 2, T, D, generator=torch.Generator().manual_seed(6)).bfloat16()
+    A = softmax_map(q, k)
+    assert A.dtype is torch.float32
+    torch.testing.assert_close(A.sum(-1), torch.ones(B, 2, T), rtol=0, atol=1e-6)
 
 
 def test_low_precision_does_not_lower_norms():

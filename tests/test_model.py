@@ -64,6 +64,12 @@ def test_standard_is_a_plain_gpt():
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_no_matrix_has_a_bias(kind):
+    assert not [name for name in GPT(replace(SMALL, attention=kind)).state_dict() if not name.endswith("weight")
+                and ".lambda_" not in name]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_flops_are_those_of_the_matrices_and_half_of_each_map(kind):
     """Report 31."""
     cfg = replace(SMALL, attention=kind)
@@ -166,6 +172,19 @@ def test_dropout_acts_in_training_only(kind, path):
     assert torch.equal(gpt(x)[0], gpt(x)[0])
 
 
+def test_dropout_is_on_embeddings_and_branches(monkeypatch):
+    """Here it doubles the embeddings and leaves nothing of the branches, so that only the embeddings arrive."""
+    gpt, x, seen = GPT(replace(SMALL, dropout=0.3)), ids(2, 5), []
+
+    def dropout(x, p, training, inplace):
+        seen.append((p, training))
+        return 2 * x if len(seen) == 1 else 0 * x
+
+    monkeypatch.setattr(torch.nn.functional, "dropout", dropout)
+    assert torch.equal(gpt.features(x), gpt.norm(2 * gpt.tok_emb(x)))
+    assert seen == [(0.3, True)] * (1 + 2 * SMALL.n_layer)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_attention_maps(kind):
     """Report 50."""
@@ -214,6 +233,15 @@ def test_cache_changes_nothing(kind, n_kv_head, batch, prompt):
     cached, plain = (gpt.generate(x, 45, temperature=0, use_cache=c) for c in (True, False))
     assert torch.equal(cached, plain) and torch.equal(cached[:, :prompt], x)
     assert cached.shape == (batch, prompt + 45)
+
+
+def test_generation_draws_from_the_whole_distribution_unless_told():
+    gpt, plain = GPT(SMALL).eval(), dict(temperature=1.0, top_k=0, top_p=1.0, use_cache=True)
+    logits, x = torch.randn(200, 31), ids(1, 5)
+    drawn = lambda draw, *args, **how: draw(*args, generator=torch.Generator().manual_seed(0), **how)  # noqa: E731
+    assert torch.equal(drawn(gpt.generate, x, 50), drawn(gpt.generate, x, 50, **plain))
+    del plain["use_cache"]
+    assert torch.equal(drawn(pick, logits), drawn(pick, logits, **plain))
 
 
 def test_window_restarts_from_its_last_half():
