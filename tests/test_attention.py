@@ -95,6 +95,20 @@ def test_maps_are_the_reference(kind, kv):
             np.testing.assert_allclose(ours, ref_lam, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("per_token", [False, True])
+def test_gradients_by_hand_are_differences(causal, per_token):
+    rng = np.random.default_rng(3)
+    draw = lambda: [*rng.normal(size=(4, T, D)), rng.normal(size=(T, 3)), rng.normal(size=T if per_token else ())]  # noqa: E731
+    operands, directions, dY, step = draw(), draw(), rng.normal(size=(T, 3)), 1e-6
+    grads = reference.diff_attention_backward(dY, *operands, causal)
+    for i, (grad, direction) in enumerate(zip(grads, directions)):
+        up, down = ([*operands[:i], operands[i] + s * step * direction, *operands[i + 1 :]] for s in (1, -1))
+        change = reference.diff_attention(*up, causal) - reference.diff_attention(*down, causal)
+        assert np.shape(grad) == np.shape(direction)
+        assert (dY * change).sum() / (2 * step) == pytest.approx(np.sum(grad * direction), rel=1e-6)
+
+
 def test_scores_far_beyond_exp():
     """Each row of a map is then 0 but for a 1."""
     rng = np.random.default_rng(2)
@@ -307,7 +321,7 @@ def test_published_example():
 
 
 def test_walk_through_says_what_it_shows(capsys):
-    """The numbers that `python attention_numpy.py` prints, and its errors; it asserts the rest itself."""
+    """The numbers that `python attention_numpy.py` prints, and its three errors."""
     reference.walk_through()
     said = capsys.readouterr().out
     assert "    0.04   0.40   0.05   0.45   0.04   0.02\n" in said  # the first row of A1: signal and distraction alike
@@ -316,7 +330,17 @@ def test_walk_through_says_what_it_shows(capsys):
     assert f"row sums: {[0.2] * 6}, that is" in said and "negative weights: 27 of 36;" in said
     assert "share of the signal      in the absolute weight: A1 0.46, difference 0.58" in said
     assert "share of the distraction in the absolute weight: A1 0.40, difference 0.13" in said
-    assert all(float(error) < 1e-9 for error in re.findall(r"(?<=: )\d+e-\d+", said))
+    errors = re.findall(r"(without|with a causal|one entry of Q1).*: (\d+e-\d+)$", said, re.M)
+    assert [what for what, _ in errors] == ["without", "with a causal", "one entry of Q1"]
+    assert all(float(error) < 1e-9 for _, error in errors)
+
+
+@pytest.mark.parametrize("name, error", [("diff_attention_loops", 1e-11), ("diff_attention_backward", 1e-6)])
+def test_walk_through_would_see_a_mistake(name, error, monkeypatch):
+    original = getattr(reference, name)
+    monkeypatch.setattr(reference, name, lambda *args: [part + error for part in original(*args)])
+    with pytest.raises(AssertionError):
+        reference.walk_through()
 
 
 def random_operands(heads=3, groups=3, width=2 * D):
@@ -399,6 +423,15 @@ def test_fastest_chooses_by_device_and_length(monkeypatch):
     assert choice(1, 1) == choice(1, 2000) == choice(1, 9, "meta") == "eager"
     assert choice(1024, 1024) == choice(2, 1024) == "blocks"
     assert choice(1025, 1025) == choice(2, 1025) == choice(8, 8, "meta") == "fused"
+
+
+def test_blocks_leave_the_future_out(monkeypatch):
+    """Queries and keys of each block: 128 queries, and no key after the last of them."""
+    seen = []
+    monkeypatch.setattr(model, "eager", lambda q1, k1, *_: (seen.append((q1.shape[2], k1.shape[2])), q1)[1])
+    q, k = torch.zeros(1, 1, 300, 2), torch.zeros(1, 1, 310, 2)
+    blocks(q, k, None, None, k, None)
+    assert sorted(seen) == [(44, 310), (128, 138), (128, 266)]
 
 
 def test_lambda_by_hand():

@@ -42,6 +42,21 @@ def test_v2_has_as_many_parameters(n_embd, n_head, n_kv_head):
     assert abs(count["diff_v2"] / count["standard"] - 1) < 1e-3
 
 
+def test_the_model_of_the_first_lines():
+    """Those of model.py, and its parameters counted by hand."""
+    gpt = GPT(GPTConfig(attention="diff"))
+    logits, loss = gpt(ids(2, 256, vocab_size=64), ids(2, 256, vocab_size=64))
+    assert logits.shape == (2, 256, 64) and loss.shape == () and gpt.cfg.block_size == 256
+    layer = 4 * 128 * 128 + 3 * 128 * round(8 * 128 / 3) + 2 * 128 + (4 + 2) * 32
+    assert gpt.num_params() == 64 * 128 + 4 * layer + 128
+
+
+def test_a_model_to_count_with_draws_nothing(monkeypatch):
+    monkeypatch.setattr(torch, "randn", None)
+    with torch.device("meta"):
+        assert GPT(SMALL).num_params() > 0
+
+
 def test_heads_of_a_768_wide_model():
     """(heads, width of q and k, width of v): halving the heads and the head size too is the classic mistake.
 
@@ -283,6 +298,7 @@ def test_pick():
     for how in (dict(top_k=4), dict(top_k=100000), dict(top_p=1.0), dict(top_k=0)):
         assert torch.equal(drawn(**how), drawn()), how
     assert set(drawn(top_k=2)[::2].flatten().tolist()) == {1, 2}
+    assert {pick(logits[:1], top_k=2).item() for _ in range(50)} == {1, 2}
     tied = torch.tensor([[1.0, 3.0, 3.0, 3.0]]).repeat(300, 1)
     assert len(set(pick(tied, top_k=2).flatten().tolist())) == 2
     # 3.0 has 64 % and 2.0 has 24 %: together they reach 0.8, and 0.6 needs the first alone
@@ -342,6 +358,21 @@ def test_bad_architecture_is_refused_by_name(change, parts):
     with pytest.raises(ValueError) as caught:
         check_model(replace(SMALL, **change))
     assert all(part in str(caught.value) for part in parts), caught.value
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (dict(n_embd=26), "26 channels in 4 heads: RoPE needs an even size"),
+        (dict(n_embd=20), "20 channels in 4 heads"),
+        (dict(attention="standard", n_kv_head=3), "4 query heads cannot share 3 keys evenly"),
+        (dict(n_head=3), "odd heads in pairs"),
+        (dict(n_kv_head=1), "odd heads in pairs"),
+    ],
+)
+def test_bad_architecture_is_no_layer(change, words):
+    with pytest.raises(AssertionError, match=words):
+        GPT(replace(SMALL, **change))
 
 
 def test_suggestions_are_legal():
