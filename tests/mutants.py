@@ -52,7 +52,7 @@ def mutations(node):
     """The nodes that can stand in a node's place."""
     match node:
         case ast.operator() | ast.boolop() | ast.unaryop() | ast.cmpop():
-            yield from (getattr(ast, name)() for name in OTHERS[type(node).__name__].split())
+            yield from (getattr(ast, name)() for name in OTHERS.get(type(node).__name__, "").split())
         case ast.Constant(bool(value)):
             yield ast.Constant(not value)
         case ast.Constant(int(value) | float(value)):
