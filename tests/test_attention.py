@@ -330,7 +330,7 @@ def test_walk_through_says_what_it_shows(capsys):
     assert f"row sums: {[0.2] * 6}, that is" in said and "negative weights: 27 of 36;" in said
     assert "share of the signal      in the absolute weight: A1 0.46, difference 0.58" in said
     assert "share of the distraction in the absolute weight: A1 0.40, difference 0.13" in said
-    errors = re.findall(r"(without|with a causal|one entry of Q1).*: (\d+e-\d+)$", said, re.M)
+    errors = re.findall(r"(without|with a causal|one entry of Q1).*: (\d+e[+-]\d+)$", said, re.M)
     assert [what for what, _ in errors] == ["without", "with a causal", "one entry of Q1"]
     assert all(float(error) < 1e-9 for _, error in errors)
 
