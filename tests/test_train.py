@@ -3,6 +3,7 @@
 All on the CPU with models of a second. Processes are signalled after a line they print, never after a time.
 """
 
+import errno
 import json
 import math
 import os
@@ -361,6 +362,23 @@ def test_a_folder_in_use_is_left_alone(tiny):
     assert train(tiny(out_dir="run", resume=True, max_iters=4))["steps"] == 4
 
 
+def test_a_file_system_without_locks(tmp_path, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+
+    def flock(*_):
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with checkpoint.claim(tmp_path), checkpoint.claim(tmp_path):
+        assert (tmp_path / "lock").exists()
+
+
+def test_what_a_killed_process_was_writing_is_removed(tmp_path):
+    (tmp_path / "ckpt.pt.17.new").write_bytes(b"half")
+    with Log(tmp_path):
+        assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+
+
 def test_writing_is_whole_or_not_at_all(tmp_path):
     path = tmp_path / "file"
     checkpoint.write(path, lambda file: file.write(b"old"))
@@ -487,6 +505,10 @@ def test_a_loss_that_is_no_number_stops_the_run(weight, at_once, tiny, monkeypat
     monkeypatch.setattr(torch.optim.AdamW, "step", spoil)
     with pytest.raises(FloatingPointError, match=r"update \d+.*good/best.pt.*learning_rate"):
         train(tiny(out_dir="good", resume=True, max_iters=30, eval_interval=1 if at_once else 100))
+    monkeypatch.setattr(torch.optim.AdamW, "step", original)
+    monkeypatch.setattr(training, "evaluate", lambda *_: (weight, None))  # of finite weights
+    with pytest.raises(FloatingPointError, match=r"validation loss.*update 4.*good/best.pt"):
+        train(tiny(out_dir="good", resume=True, max_iters=30))
     for name in ("best.pt", "ckpt.pt"):
         assert all(w.isfinite().all() for w in weights("good", name).values())
 
