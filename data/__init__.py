@@ -125,7 +125,7 @@ def load(name, tokenizer="auto", bpe_vocab_size=1024, difficulty=None, cache=Non
     """
     cache = Path(cache or CACHE)
     if name == "stories":
-        if tokenizer != "auto":
+        if tokenizer not in ("auto", "bpe"):
             raise ValueError(f"tokenizer={tokenizer!r}: stories are read by word, use --tokenizer=auto")
         difficulty = difficulty or stories.Difficulty()
         difficulty.check()

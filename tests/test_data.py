@@ -118,7 +118,7 @@ def test_unusable_settings(tmp_path):
     """Report 9."""
     for how, part in (
         (dict(name="nope.txt"), "nope.txt"),
-        (dict(name="stories", tokenizer="bpe"), "--tokenizer=auto"),
+        (dict(name="stories", tokenizer="char"), "--tokenizer=auto"),
         (dict(name="stories", difficulty=Difficulty(people=20)), "people=20 must be from 1 to 12: use 12"),
         (dict(name="stories", difficulty=Difficulty(people=1)), "fewest=2 must be from 1 to 1: use 1"),
     ):
