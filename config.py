@@ -31,7 +31,7 @@ class TrainConfig:
     n_embd: int = 64  # channels
     block_size: int = 112  # tokens a window
     dropout: float = 0.0
-    init_std: float = GPTConfig.init_std  # of every other matrix at the start
+    init_std: float = GPTConfig.init_std  # of every matrix at the start but the embedding
     emb_std: float = GPTConfig.emb_std  # of the token embedding at the start
     rope_theta: float = GPTConfig.rope_theta
     tie_embeddings: bool = True  # input and output embedding are one matrix

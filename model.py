@@ -39,7 +39,7 @@ class GPTConfig:
     n_embd: int = 128  # C, channels
     dropout: float = 0.0  # probability, on embeddings and residual branches
     attention: str = "diff"  # a key of ATTENTIONS
-    init_std: float = 0.1  # of every other matrix at the start
+    init_std: float = 0.1  # of every matrix at the start but the embedding
     emb_std: float = 0.5  # of the token embedding at the start
     rope_theta: float = 10000.0  # RoPE's base wavelength, tokens / (2 pi)
     tie_embeddings: bool = True  # one matrix reads tokens in and scores them at the end
@@ -195,7 +195,7 @@ class Attention(nn.Module):
         C, D = cfg.n_embd, cfg.head_size
         assert C == cfg.n_head * D and D % 2 == 0, f"{C} channels in {cfg.n_head} heads: RoPE needs an even size"
         assert cfg.n_head % cfg.kv_heads == 0, f"{cfg.n_head} query heads cannot share {cfg.kv_heads} keys evenly"
-        assert cfg.n_head % self.head_multiple == cfg.kv_heads % self.head_multiple == 0, f"odd heads in pairs: {cfg}"
+        assert cfg.kv_heads % self.head_multiple == 0, f"odd heads in pairs: {cfg}"
         self.D = D
         self.q_proj = nn.Linear(C, self.query_factor * cfg.n_head * D, bias=False)
         self.k_proj = nn.Linear(C, cfg.kv_heads * D, bias=False)
@@ -356,7 +356,7 @@ class GPT(nn.Module):
         branch divided by sqrt(2 n_layer) as in GPT-2, norm gains 1, lambda vectors N(0, 0.1).
 
         Tokens start much larger than what the branches add to them: at equal scales a small model takes
-        five times as long to look anything up, or never does (LOG.md).
+        several times as long to look anything up, or never does (LOG.md).
         Lambda vectors must not be zero: each one's gradient is a multiple of its partner. A tensor's
         values depend on the seed and its name only, so kinds start from equal weights where they share them.
         """
