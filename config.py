@@ -51,7 +51,7 @@ class TrainConfig:
     questions: int = Difficulty.questions  # stories: questions at the end
 
     # the optimiser
-    max_iters: int = 2800  # updates
+    max_iters: int = 5000  # updates
     batch_size: int = 32  # windows a micro-batch
     gradient_accumulation_steps: int = 1  # micro-batches an update, in each process of torchrun's
     learning_rate: float = 3e-3  # at its highest
