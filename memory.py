@@ -15,12 +15,20 @@ when its turn comes. In 16 bits they are 16 C (norms and the residual stream sta
 import math
 import os
 from contextlib import contextmanager
+from functools import partial
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from model import ATTENTIONS, BLOCKS_UNTIL
 
 GB = 1e9
+
+
+def compute_again(model):
+    """--grad_checkpoint: from now on a layer keeps its input alone, and computes again what its gradients need."""
+    for block in model.blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
 def estimate(cfg, params, tokens, sixteen_bits=False, grad_checkpoint=False, on_cpu=False):

@@ -18,12 +18,13 @@ size, the paper's d), V vocabulary. Read from top to bottom: every name is known
 import math
 import zlib
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
+from blocks import in_blocks
 from generation import stream
 
 
@@ -91,8 +92,8 @@ def rotate(x, rope):
 
 
 # ---------------------------------------------------------------------------------------------
-# Attention itself, three times: `eager` shows its maps, `fused` never stores them, `blocks` stores them
-# piece by piece. They differ in speed alone, and `fastest` picks one. With grouped queries K and V
+# Attention itself, twice: `eager` shows its maps, `fused` never stores them; `blocks` is `eager` for a few
+# queries at a time. They differ in speed alone, and `fastest` picks one. With grouped queries K and V
 # have fewer heads than Q, and each serves as many neighbouring query heads as it takes.
 
 
@@ -144,36 +145,15 @@ def flash(q, k, v):
     )
 
 
-def blocks(q1, k1, q2, k2, v, lam, size=128):
-    """`eager` for a block of queries at a time, against the keys up to its last: the future is not computed at all.
-
-    The maps are combined before V, so one product with V is enough where `fused` takes two.
-    """
-
-    def rows(t, start, end):
-        return t if t is None else t[:, :, start:end]
-
-    past, v = k1.shape[2] - q1.shape[2], v.contiguous()
-    lam = lam if lam is None else lam.expand(q1.shape[:3])
-    y = []
-    # From the last block to the first, each cut from the one before: the gradient of a slice is as large as its source.
-    for start in reversed(range(0, q1.shape[2], size)):
-        k1, k2, v = (rows(t, 0, past + start + size) for t in (k1, k2, v))
-        now_q1, now_q2, now_lam = (rows(t, start, start + size) for t in (q1, q2, lam))
-        y.append(eager(now_q1, k1, now_q2, k2, v, now_lam))
-    return torch.cat(y[::-1], dim=2)
-
-
+blocks = partial(in_blocks, eager)
 BLOCKS_UNTIL = 1024  # tokens: what blocks keep for the backward pass grows with their square
 
 
 def fastest(q1, k1, q2, k2, v, lam):
     """One new token is one row: `eager`. On a CPU `blocks`, while what they keep for the backward pass is small. Else
     `fused`. Measured by experiments/length.py."""
-    if q1.shape[2] == 1:
-        path = eager
-    else:
-        path = blocks if v.device.type == "cpu" and v.shape[2] <= BLOCKS_UNTIL else fused
+    on_cpu = v.device.type == "cpu" and v.shape[2] <= BLOCKS_UNTIL
+    path = eager if q1.shape[2] == 1 else blocks if on_cpu else fused
     return path(q1, k1, q2, k2, v, lam)
 
 
@@ -336,8 +316,6 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    grad_checkpoint = False  # memory only: a block keeps its input alone, and computes again what gradients need
-
     def __init__(self, cfg, seed=0):
         super().__init__()
         self.cfg = cfg
@@ -363,16 +341,14 @@ class GPT(nn.Module):
         for name, p in self.named_parameters():
             if p.is_meta:  # a model to count with: it has no values
                 continue
-            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-            if p.ndim == 2:
-                std = self.cfg.emb_std if name == "tok_emb.weight" else self.cfg.init_std
-                if name.endswith(("out_proj.weight", "down_proj.weight")):
-                    std /= math.sqrt(2 * self.cfg.n_layer)
-                p.copy_(torch.randn(p.shape, generator=generator, device="cpu") * std)
-            elif ".lambda_" in name:
-                p.copy_(torch.randn(p.shape, generator=generator, device="cpu") * 0.1)
-            else:
+            if p.ndim == 1 and ".lambda_" not in name:
                 p.fill_(1.0)
+                continue
+            std = 0.1 if p.ndim == 1 else self.cfg.emb_std if name == "tok_emb.weight" else self.cfg.init_std
+            if name.endswith(("out_proj.weight", "down_proj.weight")):
+                std /= math.sqrt(2 * self.cfg.n_layer)
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+            p.copy_(torch.randn(p.shape, generator=generator, device="cpu") * std)
 
     def features(self, idx, caches=None):
         """(B, T) ids of the next T tokens, any T -> (B, T, C), what the head scores."""
@@ -380,10 +356,7 @@ class GPT(nn.Module):
         past = caches[0].length if caches else 0
         rope = rope_table(self.cfg, past, past + idx.shape[1], like=x)
         for block, cache in zip(self.blocks, caches or [None] * len(self.blocks)):
-            if self.grad_checkpoint and torch.is_grad_enabled():
-                x = checkpoint(block, x, rope, cache, use_reentrant=False)
-            else:
-                x = block(x, rope, cache)
+            x = block(x, rope, cache)
         return self.norm(x)
 
     def forward(self, idx, targets=None):

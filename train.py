@@ -142,7 +142,8 @@ def train(cfg, team=ALONE):
         if state:
             model.load_state_dict(state["model"])
         model = model.to(device)
-    model.grad_checkpoint = cfg.grad_checkpoint
+    if cfg.grad_checkpoint:
+        memory.compute_again(model)
     optimizer, scaler = make_optimizer(model, cfg), torch.amp.GradScaler(device.type, enabled=use_scaler)
     step, best = 0, math.inf
     if cfg.resume:

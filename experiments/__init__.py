@@ -32,7 +32,8 @@ def fingerprint(cfg):
     root = Path(__file__).parent.parent
     digest = hashlib.sha256(json.dumps(asdict(replace(cfg, **PLACE)), sort_keys=True).encode())
     digest.update(pick_device(cfg.device).type.encode())
-    for file in (root / "model.py", root / "train.py", root / "evaluate.py", *sorted(root.glob("data/*.py"))):
+    code = [root / f"{name}.py" for name in ("model", "blocks", "train", "evaluate")]
+    for file in (*code, *sorted(root.glob("data/*.py"))):
         digest.update(file.read_bytes())
     if Path(cfg.dataset).is_file():
         digest.update(Path(cfg.dataset).read_bytes())
