@@ -109,6 +109,11 @@ def join():
         yield team
 
 
+def gone(error):
+    """Whether PyTorch's error says that another process of the run is gone, so that this one cannot go on either."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error)  # gloo's are RuntimeErrors and no more
+
+
 class StopOnSignal:
     """Within it, the first SIGINT or SIGTERM only sets `signum`, so that the loop can save; a second one kills."""
 

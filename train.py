@@ -26,7 +26,7 @@ import data
 import memory
 from config import MAY_CHANGE, PRESETS, TrainConfig, need
 from device import PEAK_FLOPS, compiled, made_with, precision
-from distributed import ALONE, StopOnSignal, join
+from distributed import ALONE, StopOnSignal, gone, join
 from evaluate import evaluate
 from model import BLOCKS_UNTIL, GPT
 from report import describe, duration, report
@@ -203,7 +203,7 @@ def train(cfg, team=ALONE):
             last = step >= cfg.max_iters or signum
             if step % cfg.eval_interval == 0 or last:
                 if not all(p.isfinite().all() for p in model.parameters()):
-                    raise diverged(step, "largest weight", math.nan, run)
+                    raise diverged(step, "largest weight", math.nan, run, model)
                 # Save first: a kill during a long evaluation then costs nothing, and resuming evaluates again.
                 keep("ckpt.pt", optimizer=optimizer.state_dict(), scaler=scaler.state_dict())
                 if signum:
@@ -211,7 +211,7 @@ def train(cfg, team=ALONE):
                     break
                 val_loss, answers = evaluate(model, windows, cfg.batch_size, device, autocast, team)
                 if not math.isfinite(val_loss):
-                    raise diverged(step, "validation loss", val_loss, run)
+                    raise diverged(step, "validation loss", val_loss, run, model)
                 window = torch.from_numpy(windows[0][:1, windows[1][0] >= 0][:, :256])  # without what fills up a story
                 attention = attention_numbers(model, window.to(device))
                 note(step=step, val_loss=val_loss, answers=answers, **attention)
@@ -250,8 +250,9 @@ def train(cfg, team=ALONE):
             if step % cfg.log_interval == 0 or step % cfg.eval_interval == 0 or step in (timed, cfg.max_iters):
                 train_loss, norm = team.sum(total).item(), norm.item()  # the device is waited for only here
                 for name, value in (("loss", train_loss), ("gradient norm", norm)):
-                    if not math.isfinite(value) and not use_scaler:
-                        raise diverged(step, name, value, run)
+                    # A scaler skips such updates and halves its scale; below 1 it is not the scale that is wrong.
+                    if not math.isfinite(value) and not (use_scaler and scaler.get_scale() >= 1):
+                        raise diverged(step, name, value, run, model)
             seconds += time.perf_counter() - start
             counted += rows[0].size
             if step == timed < cfg.max_iters and bar.disable:  # on a terminal the bar says it
@@ -276,10 +277,13 @@ def train(cfg, team=ALONE):
     }  # fmt: skip
 
 
-def diverged(step, name, value, run):
+def diverged(step, name, value, run, model):
+    lambdas = {i: block.attn.lam().item() for i, block in enumerate(model.blocks) if hasattr(block.attn, "lam")}
+    name, value = next(((f"lambda of layer {i}", v) for i, v in lambdas.items() if not math.isfinite(v)), (name, value))
+    good = f"; the last good weights are in {run / 'best.pt'}" * (run / "best.pt").exists()
     return FloatingPointError(
-        f"the {name} is {value} at update {step}: the run is lost from there; the last good weights are in"
-        f" {run / 'best.pt'}. Try a lower --learning_rate, a longer --warmup_iters or --grad_clip=1.0"
+        f"the {name} is {value} at update {step}: the run is lost from there{good}. Try a lower --learning_rate,"
+        " a longer --warmup_iters or --grad_clip=1.0"
     )
 
 
@@ -322,6 +326,11 @@ def main():
             sys.exit(f"train.py: {error}" if team.first else 1)
         except (OSError, MemoryError) as error:
             sys.exit(f"train.py: {error}")
+        except RuntimeError as error:
+            if team.size == 1 or not gone(error):
+                raise
+            lost = "train.py: another process of this run is gone: go on from its last ckpt.pt with --resume"
+            sys.exit(lost if team.rank < 2 else 1)  # the second speaks too: the first may be the one that is gone
         except KeyboardInterrupt:
             sys.exit(130)
         if "interrupted" in result:

@@ -200,22 +200,43 @@ def _open(folder, prepare):
     if not folder.exists():
         splits, tokenizer, meta = prepare()
         folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".new-"))  # whole, or not there
-        temporary.chmod(0o755)  # others may read it
-        try:
-            for split, pieces in splits.items():
-                with open(temporary / f"{split}.bin", "wb") as file:
-                    for piece in pieces:
-                        file.write(tokenizer.encode(piece))
-            meta = {"tokenizer": tokenizer.to_dict(), **meta}
-            (temporary / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+        with open(folder.with_name(f".{folder.name}.lock"), "w") as lock:
+            if _wait_for(lock):
+                for left in folder.parent.glob(f".{folder.name}-*"):  # of a process that was killed
+                    shutil.rmtree(left)
             if not folder.exists():
-                os.replace(temporary, folder)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+                _write(folder, splits, tokenizer, meta)
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
     files = {split: tokenfiles.find(folder, split) for split in ("train", "val")}
     return Dataset(folder, meta, tokenizers.from_dict(meta["tokenizer"]), files)
+
+
+def _write(folder, splits, tokenizer, meta):
+    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))  # whole, or not there
+    temporary.chmod(0o755)  # others may read it
+    try:
+        for split, pieces in splits.items():
+            with open(temporary / f"{split}.bin", "wb") as file:
+                for piece in pieces:
+                    file.write(tokenizer.encode(piece))
+        meta = {"tokenizer": tokenizer.to_dict(), **meta}
+        (temporary / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+        if not folder.exists():
+            os.replace(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _wait_for(lock):
+    """Makes an open file this process's own until it is closed, or the process dies. False where locks are not known,
+    as on Windows and on some clusters."""
+    try:
+        import fcntl
+
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    except (ImportError, OSError):
+        return False
+    return True
 
 
 def _hash(text, *files):

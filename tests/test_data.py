@@ -3,8 +3,12 @@
 import hashlib
 import io
 import math
+import os
 import re
+import shutil
+import signal
 import tarfile
+import threading
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import data
-from data import shakespeare, stories, tokenizers
+from data import corpora, shakespeare, stories, tokenizers
 from data.stories import Difficulty
 from data.tokenizers import BPETokenizer, CharTokenizer
 
@@ -343,3 +347,56 @@ def test_tokenizers_that_cannot_be(tmp_path):
         data.load(str(tmp_path / "odd.txt"), cache=tmp_path)
     with pytest.raises(ValueError, match="tokenizer='word' must be auto, char, bpe or gpt2"):
         data.load(str(tmp_path / "odd.txt"), tokenizer="word", cache=tmp_path)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="forks, and kills what it forked")
+def test_a_kill_while_a_text_is_prepared_leaves_nothing_half_done(tmp_path, monkeypatch):
+    """Killed before each of its writes in turn; the next one has the whole text, and removes what was left."""
+    path = tmp_path / "text.txt"
+    path.write_text("one piece of text, and another " * 40)
+    monkeypatch.setattr(corpora, "CHUNK", 500)
+    encode, calls, last = CharTokenizer.encode, [], math.inf
+
+    def deadly(self, text):
+        calls.append(text)
+        if len(calls) > last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return encode(self, text)
+
+    monkeypatch.setattr(CharTokenizer, "encode", deadly)
+    whole = data.load(str(path)).folder
+    expected, writes = {file.name: file.read_bytes() for file in whole.iterdir()}, len(calls)
+    assert writes > 3
+    for last in range(writes):
+        shutil.rmtree(whole)
+        pid = os.fork()
+        if not pid:
+            calls.clear()
+            try:
+                data.load(str(path))
+            finally:
+                os._exit(0)
+        assert os.waitpid(pid, 0)[1] == signal.SIGKILL and not whole.exists()
+        last = math.inf
+        assert data.load(str(path)).folder == whole
+        assert {file.name: file.read_bytes() for file in whole.iterdir()} == expected
+        assert {p.name for p in whole.parent.iterdir()} == {whole.name, f".{whole.name}.lock"}
+
+
+@pytest.mark.skipif(os.name != "posix", reason="no such locks elsewhere")
+def test_two_processes_prepare_a_text_once(tmp_path, monkeypatch):
+    path, asked, wait_for = tmp_path / "text.txt", threading.Event(), data._wait_for
+    path.write_text("one text " * 40)
+    whole = data.load(str(path)).folder
+    moved = whole.rename(tmp_path / "moved")
+    monkeypatch.setattr(data, "_wait_for", lambda lock: asked.set() or wait_for(lock))
+    monkeypatch.setattr(data, "_write", None)  # not called: it would fail
+    with open(whole.parent / f".{whole.name}.lock", "w") as lock:
+        assert wait_for(lock)
+        second = threading.Thread(target=lambda: found.append(data.load(str(path)).folder))
+        found = []
+        second.start()
+        asked.wait()
+        moved.rename(whole)  # the first one has finished
+    second.join()
+    assert found == [whole]

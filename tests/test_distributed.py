@@ -78,21 +78,28 @@ def script(cfg, team, train=training.train):
     team.together(mistake)
 
 
+ADAMW_STEP = torch.optim.AdamW.step
+
+
+def deadly(optimizer, *args):
+    """An update of AdamW, the tenth of which one process does not survive."""
+    ADAMW_STEP(optimizer, *args)
+    step = optimizer.state[optimizer.param_groups[0]["params"][0]]["step"]
+    if step == 10 and os.environ["RANK"] == os.environ["LOST"]:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def torchrun(cfg, **environment):
+    flags = [f"--{name}={getattr(cfg, name)}" for name in vars(cfg) if getattr(cfg, name) != getattr(type(cfg)(), name)]
+    command = "-m torch.distributed.run --standalone --local_addr=localhost --nproc_per_node=2".split()
+    command = [sys.executable, *command, __file__, *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | environment)
+
+
 def test_two_processes_are_one(tiny):
     """Reports 26 and 30."""
     cfg = tiny(**RUN)
-    flags = [f"--{name}={getattr(cfg, name)}" for name in vars(cfg) if getattr(cfg, name) != getattr(type(cfg)(), name)]
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--local_addr=localhost",
-        "--nproc_per_node=2",
-        __file__,
-        *flags,
-    ]
-    done = subprocess.run(torchrun, capture_output=True, text=True, timeout=120)
+    done = torchrun(cfg)
     assert Path("seen-1.json").exists(), done.stderr
     first, second = (json.loads(Path(f"seen-{rank}.json").read_text()) for rank in (0, 1))
 
@@ -137,6 +144,16 @@ def test_two_processes_are_one(tiny):
         torch.testing.assert_close(w, w1[name], rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_that_dies_ends_the_run_in_a_sentence(rank, tiny):
+    """Either of them, by SIGKILL; what was saved is whole, and the run goes on from there, in one process."""
+    done = torchrun(tiny(out_dir="lost", max_iters=60, eval_interval=4, data_seed=rank), LOST=str(rank))
+    assert done.stderr.count("train.py: another process of this run is gone: go on") == 1 and done.returncode == 1
+    assert "RuntimeError" not in done.stderr and "Connection" not in done.stderr
+    assert checkpoint.load("lost/ckpt.pt")["step"] == 8 and checkpoint.load("lost/best.pt")
+    training.train(tiny(out_dir="lost", max_iters=9, eval_interval=4, data_seed=rank, batch_size=8, resume=True))
+
+
 def test_each_process_has_a_gpu_of_its_own(monkeypatch):
     """What one machine with two GPUs would be told, of GPUs that are made up."""
     chosen, team = [], Team(rank=3, size=4, local_rank=1, local_size=2)
@@ -168,5 +185,8 @@ def test_signals_are_not_taken_from_another_thread():
 if __name__ == "__main__":
     torch.set_num_threads(1)
     data.CACHE = Path("cache")  # like the fixture
-    training.train = script
+    if "LOST" in os.environ:
+        torch.optim.AdamW.step = deadly
+    else:
+        training.train = script
     training.main()

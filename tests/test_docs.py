@@ -101,6 +101,11 @@ def imported(file):
     return {name.split(".")[0] for name in names}
 
 
+def test_an_installed_package_is_whole():
+    modules = re.search(r"py-modules = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.S)[1]
+    assert sorted(re.findall(r'"(\w+)"', modules)) == sorted(path.stem for path in ROOT.glob("*.py"))
+
+
 def test_imports_run_one_way():
     """Report 45."""
     allowed = {

@@ -513,6 +513,43 @@ def test_a_loss_that_is_no_number_stops_the_run(weight, at_once, tiny, monkeypat
         assert all(w.isfinite().all() for w in weights("good", name).values())
 
 
+def test_a_scaler_skips_updates_but_not_for_ever(tiny, monkeypatch):
+    """What float16 needs on a GPU: without it here, but for its scaler."""
+    monkeypatch.setattr(training, "precision", lambda *_: ("float16", False, True))
+    scale, calls, spoilt = torch.amp.GradScaler.scale, [], {3}
+
+    def spoil(self, loss):
+        calls.append(loss)
+        return scale(self, loss) * (math.inf if len(calls) in spoilt else 1)
+
+    monkeypatch.setattr(torch.amp.GradScaler, "scale", spoil)
+    for updates in (2, 3, 4):
+        calls.clear()
+        train(tiny(out_dir=f"{updates}", max_iters=updates, lr_decay_iters=9, log_interval=1))
+    w2, w3, w4 = (weights(f"{updates}", "ckpt.pt")["tok_emb.weight"] for updates in (2, 3, 4))
+    assert torch.equal(w2, w3) and not torch.equal(w3, w4)
+    calls.clear()
+    spoilt = range(3, 100)
+    with pytest.raises(FloatingPointError, match=r"gradient norm is (inf|nan) at update 19: .*ever/best.pt"):
+        train(tiny(out_dir="ever", max_iters=60, log_interval=1))  # 2^16 halved until it is below 1
+
+
+def test_a_lambda_out_of_range_is_named(tiny, monkeypatch):
+    init = GPT.init_weights
+
+    def far(self, seed):
+        init(self, seed)
+        for name, p in self.named_parameters():
+            if "blocks.1.attn.lambda_q1" in name or "blocks.1.attn.lambda_k1" in name:
+                p.data.fill_(5.0)
+
+    monkeypatch.setattr(GPT, "init_weights", far)
+    with pytest.raises(
+        FloatingPointError, match="the lambda of layer 1 is inf at update 0: the run is lost from there. "
+    ):
+        train(tiny(attention="diff"))
+
+
 @pytest.mark.parametrize(
     "change, parts",
     [
