@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 import checkpoint
+from config import need
 from device import made_with, pick_device
 
 RESULTS = Path(__file__).parent / "results"
@@ -55,6 +56,33 @@ def trained(cfg):
         text = json.dumps({**result, "commit": made_with(None)["commit"]})
         checkpoint.write(done, lambda file: file.write(text.encode()))
     return json.loads(done.read_text())
+
+
+def check_seeds(seeds):
+    """Raises ValueError with one sentence if there are too few, or more than T_975 has an entry for."""
+    most = len(T_975) + 1
+    need(1 <= seeds <= most, f"seeds={seeds} must be from 1 to {most}")
+
+
+def models(base, kinds, seeds):
+    """Yields (kind, seed, model, result): of each trained run its last weights, in eval mode, and its numbers.
+
+    Trains what is missing: `base`, a TrainConfig, with this kind and seed, as experiments.compare does.
+    """
+    for kind in kinds:
+        replace(base, attention=kind).check()  # all of them before the first is trained
+    for seed in seeds:
+        for kind in kinds:
+            print(f"\n--- {kind}, seed {seed}")
+            result = trained(replace(base, attention=kind, seed=seed, data_seed=seed))
+            yield kind, seed, checkpoint.load_model(checkpoint.load(Path(result["out_dir"]) / "ckpt.pt")), result
+
+
+def shortened(cfg):
+    """Of an experiment's settings with --quick: one seed, a quarter of the updates."""
+    if not cfg.quick:
+        return cfg
+    return replace(cfg, seeds=1, train=replace(cfg.train, max_iters=max(1, cfg.train.max_iters // 4)))
 
 
 def mean_sd(values):
@@ -102,3 +130,22 @@ def load(name):
     if not path.exists():
         raise ValueError(f"{path} does not exist: run python -m experiments.{name.split('-')[0]} first")
     return json.loads(path.read_text())
+
+
+def command(kind, run, name, tables, picture, description):
+    """The program of an experiment: its settings (a `kind`) from the command line; numbers, tables and a picture."""
+    import tyro
+
+    sys.stdout.reconfigure(errors="replace")
+    cfg = tyro.cli(kind, description=description)
+    try:
+        numbers = json.loads(json.dumps(run(cfg)))
+    except (ValueError, OSError, FloatingPointError) as error:
+        sys.exit(f"{name}: {error}")
+    name += "-quick" * cfg.quick
+    save(RESULTS / f"{name}.json", numbers)
+    picture(numbers, RESULTS / f"{name}.png")
+    for rows in tables(numbers).values():
+        print()
+        print_table(rows)
+    print(f"\n{RESULTS / name}.json, .png")

@@ -2,7 +2,8 @@
 
     python -m experiments.compare --dataset=stories         # the quick start's settings
     python -m experiments.compare --dataset=shakespeare     # nanoGPT's CPU recipe, on ten plays
-    python -m experiments.compare --dataset=my.txt --train.max_iters=500 --seeds=5
+    python -m experiments.compare --dataset=shakespeare --tuned     # each kind at what experiments.tune found for it
+    python -m experiments.compare --dataset=my.txt --train.max_iters=500 --seeds=3
 
 Every kind is trained once a seed; runs of one seed share their batches and, where kinds share weights, the
 initial values, and are compared in pairs. Any setting of train.py can be changed with --train.NAME.
@@ -14,6 +15,7 @@ from pathlib import Path
 import experiments
 from config import PRESETS, TrainConfig, need
 from experiments import mean_sd, paired, print_table, trained
+from experiments.tune import TUNED, best_of
 from model import ATTENTIONS
 
 
@@ -21,8 +23,9 @@ from model import ATTENTIONS
 class CompareConfig:
     dataset: str = "stories"  # whatever train.py takes
     kinds: tuple[str, ...] = tuple(ATTENTIONS)  # the first is what the others are compared with
-    seeds: int = 3  # runs of each kind
+    seeds: int = 5  # runs of each kind
     first_seed: int = 0  # of these runs; the others follow
+    tuned: bool = False  # each kind's own learning rate and initial scale, from tune-DATASET.json
     quick: bool = False  # one seed, a tenth of the steps: does it run?
     name: str = ""  # of the files in results/; empty means compare-DATASET
     train: TrainConfig = field(default_factory=TrainConfig)  # what all runs share
@@ -30,8 +33,7 @@ class CompareConfig:
 
 def compare(cfg):
     """Trains what is missing. Returns {"settings", "kinds": {kind: {"params", "runs", ...}}}, plain types."""
-    most = len(experiments.T_975) + 1
-    need(1 <= cfg.seeds <= most, f"seeds={cfg.seeds} must be from 1 to {most}")
+    experiments.check_seeds(cfg.seeds)
     for name in ("dataset", "attention", "seed", "data_seed", "out_dir", "resume", "init_from", "eval_only", "preset"):
         value, unset = getattr(cfg.train, name), getattr(TrainConfig(), name)
         need(
@@ -40,20 +42,22 @@ def compare(cfg):
         )
     seeds = range(cfg.first_seed, cfg.first_seed + (1 if cfg.quick else cfg.seeds))
     base = replace(cfg.train, dataset=cfg.dataset)
+    own = {kind: replace(best_of(kind, base) if cfg.tuned else base, attention=kind) for kind in cfg.kinds}
     for kind in cfg.kinds:
-        replace(base, attention=kind).check()  # all of them before the first is trained
+        own[kind].check()  # all of them before the first is trained
     if cfg.quick:
         base = replace(base, max_iters=base.max_iters // 10)
     runs = {kind: [] for kind in cfg.kinds}
     for seed in seeds:
         for kind in cfg.kinds:
             print(f"\n--- {kind}, seed {seed}")
-            runs[kind].append(trained(replace(base, attention=kind, seed=seed, data_seed=seed)))
+            runs[kind].append(trained(replace(own[kind], max_iters=base.max_iters, seed=seed, data_seed=seed)))
     numbers = {"settings": vars(base), "seeds": list(seeds), "baseline": cfg.kinds[0], "kinds": {}}
     for kind, results in runs.items():
         losses = [r["val_loss"] for r in results]
         numbers["kinds"][kind] = {
-            "params": results[0]["params"], "val_loss": losses, "mean_sd": mean_sd(losses),
+            "params": results[0]["params"], **{name: getattr(own[kind], name) for name in TUNED},
+            "val_loss": losses, "mean_sd": mean_sd(losses),
             "difference": paired(losses, [r["val_loss"] for r in runs[cfg.kinds[0]]]),
             "answers": [r["answers"] for r in results], "entropy": results[0]["entropy"],
             "lambdas": [r["lambdas"] for r in results], "history": [r["history"] for r in results],
@@ -68,12 +72,34 @@ def half_right(history):
     return min((step for step, _, _ in history if step > max(wrong, default=-1)), default=None)
 
 
+def reached(history, loss):
+    """The update at which a validation curve first comes down to a loss, between its points; None if it does not."""
+    points = [(step, val_loss) for step, val_loss, _ in history]
+    for (step, before), (later, after) in zip(points, points[1:]):
+        if after <= loss:
+            return later if before <= after else step + (later - step) * min(1, (before - loss) / (before - after))
+    return None
+
+
+def sooner(runs, baseline):
+    """The share of its updates that a kind takes to the baseline's last loss, seed by seed: "93% ± 2%"."""
+    shares = []
+    for run, other in zip(runs, baseline):
+        if (update := reached(run, other[-1][1])) is not None:
+            shares.append(update / run[-1][0])
+    if len(shares) < len(runs):
+        return f"{len(shares)} of {len(runs)} get there"
+    mean, sd = mean_sd(shares)
+    return f"{mean:.0%}" + (f" ± {sd:.0%}" if sd is not None else "")
+
+
 def table(numbers):
     """The rows that the terminal and the README show."""
     kinds, baseline = numbers["kinds"], numbers["baseline"]
     asks = kinds[baseline]["answers"][0] is not None
     columns = ["attention", "parameters", "seeds", "validation loss"]
-    rows = [columns + [f"difference to {baseline}"] * (len(kinds) > 1) + ["answers right", "half right at"] * asks]
+    beside = [f"difference to {baseline}", "updates to its loss"] * (len(kinds) > 1)
+    rows = [columns + beside + ["answers right", "half right at"] * asks]
     for kind, k in kinds.items():
         (mean, sd), (diff, _, half) = k["mean_sd"], k["difference"]
         row = [kind, f"{k['params']:,}", str(len(k["val_loss"]))]
@@ -82,9 +108,9 @@ def table(numbers):
         if half is not None and abs(diff) <= half:
             verdict += " (not distinguishable)"
         if len(kinds) > 1:
-            row.append("" if kind == baseline else verdict)
+            row += ["", ""] if kind == baseline else [verdict, sooner(k["history"], kinds[baseline]["history"])]
         if asks:
-            row.append(", ".join(f"{a:.1%}" for a in k["answers"]))
+            row.append(", ".join(f"{a:.0%}" if a in (0, 1) else f"{a:.1%}" for a in k["answers"]))
             row.append(", ".join(map(str, (half_right(run) for run in k["history"]))))
         rows.append(row)
     return rows
@@ -121,10 +147,11 @@ def main():
         numbers = compare(cfg)
     except (ValueError, OSError, FloatingPointError) as error:
         sys.exit(f"compare: {error}")
-    name = cfg.name or f"compare-{Path(cfg.dataset).stem}" + ("-quick" if cfg.quick else "")
+    name = cfg.name or f"compare-{Path(cfg.dataset).stem}" + "-tuned" * cfg.tuned + "-quick" * cfg.quick
     experiments.save(experiments.RESULTS / f"{name}.json", numbers)
     picture(numbers, experiments.RESULTS / f"{name}.png")
-    print(f"\nmean ± sd over seeds; difference: mean of the pairs ± half a 95 % interval ({name}.json, {name}.png)\n")
+    print(f"\nmean ± sd over seeds; difference: mean of the pairs ± half a 95 % interval ({name}.json, {name}.png)")
+    print("updates to its loss: the share of its own that a kind takes to the last loss of the first, pair by pair\n")
     print_table(table(numbers))
 
 

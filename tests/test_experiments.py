@@ -106,11 +106,11 @@ def test_a_better_kind_wins_and_a_copy_is_not_distinguishable():
     def kind(losses):
         base = [2.0, 2.1, 1.9]
         return {"params": 1, "val_loss": losses, "mean_sd": mean_sd(losses), "difference": paired(losses, base),
-                "answers": [None]}  # fmt: skip
+                "answers": [None], "history": [[(0, 4.0, None), (10, loss, None)] for loss in losses]}  # fmt: skip
 
     one = {**kind([1.9, 2.0, 1.8]), "mean_sd": mean_sd([1.9]), "difference": paired([1.9], [2.0])}
     row = compare.table({"baseline": "a", "kinds": {"a": kind([2.0, 2.1, 1.9]), "one": one}})[2]
-    assert row[3:] == ["1.9000", "one seed says nothing"]
+    assert row[3:5] == ["1.9000", "one seed says nothing"]
     kinds = {"a": kind([2.0, 2.1, 1.9]), "better": kind([1.9, 2.01, 1.8]), "same": kind([2.01, 2.08, 1.91])}
     rows = compare.table({"baseline": "a", "kinds": kinds})
     assert [("not distinguishable" in row[4]) for row in rows[2:]] == [False, True]

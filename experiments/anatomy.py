@@ -1,0 +1,197 @@
+"""What do trained pairs of maps look like: rank, entropy, negative weight, likeness of heads, lambda?
+
+    python -m experiments.anatomy --dataset=shakespeare     # the models of experiments.compare, 4 pairs a layer
+    python -m experiments.anatomy --dataset=stories         # one pair a layer: heads have nobody to be like
+
+Effective rank is the exponential of the entropy of the normalised singular values; entropy is that of a row over the
+tokens it may look at. Heads of a layer are held against each other by the cosine of their maps (the weights on V) and
+by linear CKA of their outputs; a head's importance is what the loss rises by without it, and its spread the standard
+deviation over the mean. The learned lambda is also scaled, to see whether the loss would rather have another.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from itertools import combinations
+from pathlib import Path
+
+import torch
+
+import data
+import experiments
+from config import PRESETS, TrainConfig, need
+from evaluate import evaluate
+from experiments import mean_sd
+from model import ATTENTIONS
+from run_log import read_log
+
+SCALES = (0.0, 0.5, 0.8, 1.0, 1.25, 2.0)  # of lambda
+NUMBERS = {
+    "rank A1": "rank of A1", "rank A2": "of A2", "rank lambda A2": "of lambda A2", "rank weights": "of the weights",
+    "entropy A1": "entropy of A1", "entropy A2": "of A2", "negative": "weight below 0",
+    "cosine": "cosine of heads", "cka": "CKA of heads", "spread": "spread of importance",
+}  # fmt: skip
+
+
+@dataclass
+class AnatomyConfig:
+    dataset: str = "shakespeare"  # whatever train.py takes
+    kinds: tuple[str, ...] = tuple(ATTENTIONS)
+    seeds: int = 5  # models of each kind
+    first_seed: int = 0  # of these models
+    windows: int = 8  # of the validation text, to look at maps; losses are of all of the run's
+    quick: bool = False  # one seed, a quarter of the updates
+    train: TrainConfig | None = None  # of the models; None is the dataset's preset
+
+
+def effective_rank(A):
+    """(.., T, T) -> (..): exp of the entropy of the singular values, as shares of their sum (Roy & Vetterli 2007)."""
+    p = torch.linalg.svdvals(A.double())
+    return entropy(p / p.sum(dim=-1, keepdim=True)).exp()
+
+
+def entropy(p):
+    """(.., n) -> (..), nats."""
+    return -torch.special.xlogy(p, p).sum(dim=-1)
+
+
+def cka(x, y):
+    """Linear CKA of two heads' outputs, each (tokens, width): 1 if one is the other, turned and scaled. (Kornblith et
+    al. 2019, arXiv 1905.00414, section 3.)"""
+    x, y = x - x.mean(dim=0), y - y.mean(dim=0)
+    return (x.T @ y).norm() ** 2 / ((x.T @ x).norm() * (y.T @ y).norm())
+
+
+def pairs(heads, like):
+    """The mean of like(a, b) over pairs of heads, None if there is one head alone."""
+    values = [like(a, b).item() for a, b in combinations(heads, 2)]
+    return sum(values) / len(values) if values else None
+
+
+def of_layer(A1, A2, lam, y):
+    """The numbers of a layer: its maps (B, heads, T, T), lambda, and outputs of heads y (B, heads, T, E)."""
+    weights = A1 if A2 is None else A1 - lam[..., None] * A2
+    found = {"rank A1": effective_rank(A1), "rank weights": effective_rank(weights), "entropy A1": entropy(A1)}
+    if A2 is not None:
+        more = {"rank A2": A2, "rank lambda A2": lam[..., None] * A2}
+        found |= {name: effective_rank(A) for name, A in more.items()} | {"entropy A2": entropy(A2)}
+    found["negative"] = weights.clamp(max=0).abs().sum(dim=-1) / weights.abs().sum(dim=-1)
+    maps, outputs = weights.transpose(0, 1).flatten(1).double(), y.transpose(0, 1).flatten(1, 2).double()
+    return {
+        **{name: value.double().mean().item() for name, value in found.items()},
+        "cosine": pairs(maps, lambda a, b: torch.cosine_similarity(a, b, dim=0)),
+        "cka": pairs(outputs, cka),
+    }
+
+
+def looking(model, idx):
+    """of_layer of every layer, for the texts idx (B, T)."""
+    outputs = []
+    for block in model.blocks:
+        finish = block.attn.finish
+        block.attn.finish = lambda y, finish=finish: (outputs.append(finish(y)), outputs[-1])[1]
+    maps = model.attention_maps(idx)
+    for block in model.blocks:
+        del block.attn.finish  # the class's again
+    return [of_layer(*layer, y) for layer, y in zip(maps, outputs)]
+
+
+def importances(model, loss):
+    """What the loss rises by without a head, for each head of each layer."""
+    complete, rises = loss(), []
+    for block in model.blocks:
+        finish, heads = block.attn.finish, block.attn.out_proj.in_features // (block.attn.value_factor * block.attn.D)
+        for head in range(heads):
+            keep = (torch.arange(heads) != head).float()[:, None, None]
+            block.attn.finish = lambda y, finish=finish, keep=keep: finish(y) * keep
+            rises.append(loss() - complete)
+            del block.attn.finish
+    return rises
+
+
+def scaled(model, loss, scale):
+    """The loss with every lambda multiplied by `scale`."""
+    for block in model.blocks:
+        operands = block.attn.operands
+        block.attn.operands = lambda *a, operands=operands: (*(o := operands(*a))[:-1], scale * o[-1])
+    value = loss()
+    for block in model.blocks:
+        del block.attn.operands
+    return value
+
+
+def anatomy(cfg):
+    """{"settings", "seeds", "kinds": {kind: {number: [a seed's mean over layers], "layers", "lambdas", "scaled"}}}"""
+    experiments.check_seeds(cfg.seeds)
+    need(cfg.windows >= 1, f"windows={cfg.windows} must be at least 1")
+    train = cfg.train or replace(TrainConfig(), **PRESETS.get(cfg.dataset, {}))
+    cfg = experiments.shortened(replace(cfg, train=replace(train, dataset=cfg.dataset)))
+    text = data.load(cfg.dataset, train.tokenizer, train.bpe_vocab_size, train.difficulty())
+    windows = text.val_windows(train.eval_windows, train.block_size)
+    seeds, kinds = range(cfg.first_seed, cfg.first_seed + cfg.seeds), {}
+    for kind, _, model, result in experiments.models(cfg.train, cfg.kinds, seeds):
+
+        def loss(model=model):
+            value = evaluate(model, windows, train.batch_size, torch.device("cpu"))[0]
+            model.eval()
+            return value
+
+        k = kinds.setdefault(kind, {"layers": [], "lambdas": [], "scaled": [], **{name: [] for name in NUMBERS}})
+        layers, rises = looking(model, torch.from_numpy(windows[0][: cfg.windows])), importances(model, loss)
+        for name in NUMBERS:
+            values = [layer[name] for layer in layers if layer.get(name) is not None]
+            k[name].append(sum(values) / len(values) if values else None)
+        mean, sd = mean_sd(rises)
+        k["spread"][-1] = sd / mean
+        k["layers"].append(layers)
+        log = [line for line in read_log(Path(result["out_dir"])) if "lambdas" in line]
+        k["lambdas"].append([[line["step"], line["lambdas"]] for line in log])
+        k["scaled"].append([scaled(model, loss, scale) for scale in SCALES] if log[-1]["lambdas"] else None)
+    return {"settings": {"dataset": cfg.dataset, "windows": cfg.windows}, "seeds": list(seeds), "kinds": kinds}
+
+
+def pm(values, form="{:.2f}"):
+    if None in values:
+        return ""
+    mean, sd = mean_sd(values)
+    return form.format(mean) + ("" if sd is None else " ± " + form.format(sd))
+
+
+def tables(numbers):
+    """{name: rows} of what the terminal and the README show."""
+    maps = [["mean over layers", *NUMBERS.values()]]
+    scales = [["loss, lambda times", *(f"{scale:g}" for scale in SCALES)]]
+    lambdas = None
+    for kind, k in numbers["kinds"].items():
+        maps.append([kind, *(pm(k[name]) for name in NUMBERS)])
+        if None not in k["scaled"]:
+            scales.append([kind, *(pm([losses[i] for losses in k["scaled"]], "{:.4f}") for i in range(len(SCALES)))])
+            last = [run[-1][1] for run in k["lambdas"]]
+            lambdas = lambdas or [["lambda at the end", *(f"layer {i}" for i in range(len(last[0])))]]
+            lambdas.append([kind, *(pm(layer) for layer in zip(*last))])
+    return {"maps": maps} | ({"scaled": scales, "lambdas": lambdas} if lambdas else {})
+
+
+def picture(numbers, path):
+    """lambda by layer over training: a line a layer, the mean over seeds."""
+    import matplotlib.pyplot as plt
+
+    kinds = {kind: k["lambdas"] for kind, k in numbers["kinds"].items() if k["lambdas"][0][0][1]}
+    figure, axes = plt.subplots(1, max(1, len(kinds)), figsize=(5 * max(1, len(kinds)), 3.4), squeeze=False,
+                                layout="constrained")  # fmt: skip
+    for ax, (kind, runs) in zip(axes[0], kinds.items()):
+        steps = [step for step, _ in runs[0]]
+        for layer in range(len(runs[0][0][1])):
+            means = [math.fsum(run[i][1][layer] for run in runs) / len(runs) for i in range(len(steps))]
+            ax.plot(steps, means, label=f"layer {layer}")
+        ax.set(title=f"{kind}: lambda" + ", mean over tokens and heads" * (kind != "diff"), xlabel="updates")
+        ax.legend(fontsize=8)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def main():
+    experiments.command(AnatomyConfig, anatomy, "anatomy", tables, picture, __doc__)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,287 @@
+"""The experiments that ask the paper's questions: what their numbers mean, at toy size."""
+
+import json
+import math
+import random
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+
+import data
+import experiments
+from config import TrainConfig
+from data import stories, tokenizers
+from evaluate import evaluate
+from experiments import anatomy, compare, outliers, retrieval, tune
+from model import ATTENTIONS, GPT, GPTConfig, eager, rope_table
+
+WORDS = tokenizers.BPETokenizer.of_words(stories.VOCABULARY)
+TOY = TrainConfig(
+    n_layer=2, n_head=4, n_embd=32, max_iters=2, batch_size=2, eval_interval=1, eval_windows=4, device="cpu"
+)
+
+
+@dataclass(frozen=True)
+class Few(stories.Difficulty):
+    train_stories: int = 30
+    val_stories: int = 9
+
+
+@pytest.fixture(autouse=True)
+def own_folders(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(data, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(experiments, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr("config.Difficulty", Few)
+
+
+# ---------------------------------------------------------------------------------------------
+# compare and tune
+
+
+@pytest.mark.parametrize(
+    "losses, loss, update",
+    [([3, 2, 1], 1.5, 15), ([3, 2, 1], 1.0, 20), ([3, 2, 1], 0.9, None), ([1, 2, 3], 1.0, None), ([3, 1, 2], 2, 5)],
+)
+def test_when_a_curve_comes_down_to_a_loss(losses, loss, update):
+    history = [(10 * i, value, None) for i, value in enumerate(losses)]
+    assert compare.reached(history, loss) == update
+
+
+def test_how_much_sooner():
+    run, slow = ([(0, 4.0, None), (10, 2.0, None), (20, last, None)] for last in (1.0, 1.9))
+    assert compare.sooner([run, run], [slow, slow]) == "55% ± 0%"
+    assert compare.sooner([slow, run], [run, run]) == "1 of 2 get there"
+    assert compare.sooner([run], [run]) == "100%"
+
+
+def test_tuning_finds_what_is_best_for_each_kind(monkeypatch):
+    """And with as many runs for each; a comparison refuses what was found for other settings."""
+    ideal, seen = {"standard": (2e-3, 0.2), "diff": (1e-3, 0.1)}, []
+
+    def stand_in(cfg):
+        seen.append(cfg)
+        rate, std = ideal[cfg.attention]
+        return {"val_loss": abs(math.log(cfg.learning_rate / rate)) + abs(math.log(cfg.init_std / std)) + cfg.seed}
+
+    monkeypatch.setattr(tune, "trained", stand_in)
+    base = replace(TOY, learning_rate=1e-3, init_std=0.1)
+    numbers = tune.tune(tune.TuneConfig(kinds=("standard", "diff"), train=base))
+    assert {kind: (k["best"]["learning_rate"], k["best"]["init_std"]) for kind, k in numbers["kinds"].items()} == ideal
+    assert [len(k["tries"]) for k in numbers["kinds"].values()] == [5, 5] and len(seen) == 2 * 5 * 2
+    assert {cfg.seed for cfg in seen} == {100, 101} and all(cfg.seed == cfg.data_seed for cfg in seen)
+    best = [row for row in tune.table(numbers) if row[4].startswith("best")]
+    assert [row[:3] for row in best] == [["standard", "0.002", "0.2"], ["diff", "0.001", "0.1"]]
+    assert best[0][4] == "best, at the edge of learning_rate and init_std" and best[1][4] == "best"
+
+    experiments.save(experiments.RESULTS / "tune-stories.json", numbers)
+    found = tune.best_of("standard", base)
+    assert (found.learning_rate, found.init_std, found.max_iters) == (2e-3, 0.2, 2)
+    with pytest.raises(ValueError, match="made with max_iters=2, not 3: tune again"):
+        tune.best_of("standard", replace(base, max_iters=3))
+    with pytest.raises(ValueError, match="no attention='diff_v2'"):
+        tune.best_of("diff_v2", base)
+    compared = []
+    result = {"params": 1, "val_loss": 2.0, "answers": None, "entropy": None, "lambdas": [], "history": [],
+              "tokens_per_s": 1.0, "seconds": 1.0}  # fmt: skip
+    monkeypatch.setattr(compare, "trained", lambda cfg: compared.append(cfg) or result)
+    cfg = compare.CompareConfig(kinds=("standard", "diff"), seeds=1, tuned=True, train=base)
+    assert compare.compare(cfg)["kinds"]["standard"]["learning_rate"] == 2e-3
+    assert [(cfg.learning_rate, cfg.init_std) for cfg in compared] == list(ideal.values())
+
+
+# ---------------------------------------------------------------------------------------------
+# retrieval
+
+
+@pytest.mark.parametrize("depth, place", [(0.0, 0), (0.5, 4), (1.0, 8)])
+def test_a_text_is_what_its_cell_says(depth, place):
+    words, parts, answers = retrieval.text(random.Random(3).random, 5, 9, depth, 4)
+    said = "".join(words)
+    asked = list(stories.re.finditer(stories.ANSWER, said))
+    assert len(words) == len(parts) == 1 + 9 * 4 + 4 * 7 and len(asked) == len(answers) == 4
+    for at, answer in zip(answers, asked):
+        assert "".join(words[at : at + 2]) == " " + answer[1] and said.count(answer[1]) == 2  # told, and asked for
+    names = {part: [i for i, p in enumerate(parts) if retrieval.PARTS[p] == part] for part in retrieval.PARTS}
+    assert [len(names[part]) for part in retrieval.PARTS] == [4, 16, 16, 1, 28]
+    assert names["answer"] == list(range(1 + 4 * place, 5 + 4 * place)) and parts[0] == 3
+    assert "".join(words[i] for i in names["answer"][1:3]) == " " + asked[0][1]
+    assert len({answer[1] for answer in asked}) == 4
+
+
+class Oracle(torch.nn.Module):
+    """Answers by looking it up, but for questions at the places `blind`, and looks nowhere in particular."""
+
+    def __init__(self, blind=()):
+        super().__init__()
+        self.blind = blind
+
+    def forward(self, ids):
+        logits = torch.zeros(*ids.shape, WORDS.vocab_size)
+        name = WORDS.encode("? Ann")[0]
+        for b, row in enumerate(ids.tolist()):
+            text = [WORDS.decode_bytes([i]).decode().strip() for i in row]
+            asked = 0
+            for t in range(2, len(row)):
+                if row[t - 1] == name or row[t - 2] == name:
+                    who = t if row[t - 1] == name else t - 1
+                    asked += who == t
+                    if asked - 1 not in self.blind:
+                        logits[b, t, row[text.index(text[who]) + 1 + t - who]] = 1
+        return logits, None
+
+    def attention_maps(self, ids):
+        T = ids.shape[1]
+        A1 = torch.ones(len(ids), 2, T, T).tril() / torch.arange(1, T + 1)[:, None]
+        A2 = torch.zeros(len(ids), 2, T, T)
+        A2[..., 0] = 1
+        return [(A1, None, None), (A1, A2, torch.tensor(0.25))]
+
+
+def test_a_model_that_looks_up_is_right_and_weights_add_up():
+    cell = retrieval.ask(Oracle(), WORDS, 4, 12, 0.5, 3, texts=3)
+    assert (cell["first"], cell["all"]) == (1, 1)
+    cell = retrieval.ask(Oracle(blind=(0,)), WORDS, 4, 12, 0.5, 3, texts=3)
+    assert (cell["first"], cell["all"]) == (0, pytest.approx(2 / 3))
+    falls, T = np.array(cell["shares"]), 1 + 12 * 4 + 4
+    uniform = np.array([4, 12, 32, 1, 4]) / T
+    np.testing.assert_allclose(falls[0], [uniform, uniform], atol=1e-6)
+    np.testing.assert_allclose(falls[1][0], uniform - [0, 0, 0, 0.25, 0], atol=1e-6)
+    np.testing.assert_allclose(falls.sum(axis=-1), [[1, 1], [0.75, 1]], atol=1e-6)
+    assert falls[1][1][3] == pytest.approx((0.25 - 1 / T) / (0.25 + 1 - 2 / T), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ATTENTIONS)
+def test_weights_of_a_model_add_up_to_its_row_sum(kind):
+    model = GPT(GPTConfig(vocab_size=WORDS.vocab_size, n_layer=2, n_embd=32, attention=kind)).eval()
+    cell = retrieval.ask(model, WORDS, 2, 12, 0.0, 2, texts=2)
+    sums = np.array(cell["shares"])[:, 0].sum(axis=-1)
+    for block, total in zip(model.blocks, sums):
+        if kind == "diff_v2":
+            assert 0 < total < 1
+        else:
+            assert total == pytest.approx(1 - (block.attn.lam().item() if kind == "diff" else 0), abs=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------
+# anatomy
+
+
+def test_rank_entropy_and_likeness():
+    rank_one = torch.outer(torch.rand(9), torch.rand(9))
+    assert anatomy.effective_rank(rank_one).item() == pytest.approx(1, abs=1e-6)
+    assert anatomy.effective_rank(torch.eye(9)).item() == pytest.approx(9)
+    uniform = torch.full((8,), 1 / 8)
+    assert anatomy.entropy(uniform).item() == pytest.approx(math.log(8)) and anatomy.entropy(torch.eye(3)[0]) == 0
+    generator = torch.Generator().manual_seed(0)
+    x, other = torch.randn(2, 500, 6, generator=generator)
+    turn = torch.linalg.qr(torch.randn(6, 6, generator=generator))[0]
+    assert anatomy.cka(x, 3 * x @ turn + 1).item() == pytest.approx(1, abs=1e-5) and anatomy.cka(x, other) < 0.05
+    A, y = torch.rand(2, 3, 7, 7).tril(), torch.randn(2, 3, 7, 4)
+    A[:, 1:] = A[:, :1]  # three heads with one map
+    A = A / A.sum(dim=-1, keepdim=True)
+    same = anatomy.of_layer(A, A, torch.tensor(0.25), y)
+    assert same["cosine"] == pytest.approx(1) and same["negative"] == 0 and same["cka"] < 0.9
+    assert same["rank A1"] == pytest.approx(same["rank lambda A2"]) == pytest.approx(same["rank weights"])
+    assert anatomy.of_layer(A, A, torch.tensor(4.0), y)["negative"] == 1
+    assert anatomy.of_layer(A[:, :1], None, None, y[:, :1])["cosine"] is None
+
+
+@pytest.mark.parametrize("kind", ATTENTIONS)
+def test_a_head_that_does_nothing_has_no_importance_and_lambda_is_scaled(kind):
+    model = GPT(GPTConfig(n_layer=2, n_embd=32, attention=kind)).eval()
+    idx = torch.arange(40).view(2, 20) % 64
+    attn = model.blocks[1].attn
+    width = attn.value_factor * attn.D
+    attn.out_proj.weight.data[:, :width] = 0  # of layer 1, head 0
+
+    @torch.no_grad()
+    def loss():
+        return model(idx[:, :-1], idx[:, 1:])[1].item()
+
+    before, rises = loss(), anatomy.importances(model, loss)
+    heads = 32 // width
+    assert len(rises) == 2 * heads and rises[heads] == 0 and sum(rise == 0 for rise in rises) == 1
+    with torch.no_grad():
+        assert len(anatomy.looking(model, idx)) == 2
+    if kind != "standard":
+        assert anatomy.scaled(model, loss, 1.0) == before != anatomy.scaled(model, loss, 0.5)
+    assert loss() == before  # all is as it was
+
+
+# ---------------------------------------------------------------------------------------------
+# outliers
+
+
+@pytest.mark.parametrize("kind", ATTENTIONS)
+def test_logits_with_all_their_bits_change_nothing_and_fewer_change_more(kind):
+    model = GPT(GPTConfig(n_layer=1, n_embd=32, attention=kind)).eval()
+    x = torch.randn(2, 20, 32, generator=torch.Generator().manual_seed(0))
+    operands = model.blocks[0].attn.operands(x, rope_table(model.cfg, 0, 20, like=x))
+    exact = eager(*operands)
+    errors = [(outliers.attend_with(bits)(*operands) - exact).abs().max().item() for bits in outliers.BITS]
+    assert errors[0] < 1e-6 < errors[1] < errors[2] < errors[3]
+
+
+def test_quantising():
+    logits = torch.tensor([[[[7.0, 99.0], [-3.2, 2.6]]]])  # 99 is in the future: it sets no scale
+    assert outliers.rounded(logits, 4)[0, 0].tolist() == [[7, 99], [-3, 3]]
+    assert torch.equal(outliers.rounded(logits, None), logits)
+    assert outliers.rounded(torch.zeros(1, 1, 2, 2), 4).tolist() == torch.zeros(1, 1, 2, 2).tolist()
+
+
+def test_a_planted_outlier_is_the_largest(monkeypatch):
+    model = GPT(GPTConfig(n_layer=2, n_embd=32, attention="diff")).eval()
+    idx = torch.arange(20).view(1, 20)
+    before = outliers.largest(model, idx)
+    operands = model.blocks[1].attn.operands
+
+    def planted(*a):
+        q1, k1, q2, k2, v, lam = operands(*a)
+        q2, k2 = q2.clone(), k2.clone()
+        q2[0, 0, 5], k2[0, 0, 3] = 30.0, 30.0  # of the second map: 8 x 30 x 30 / sqrt(8)
+        k2[0, 0, 9] = 1000.0  # in the future of token 5; seen from later ones
+        q2[0, 0, 9:] = 0.0
+        return q1, k1, q2, k2, v, lam
+
+    model.blocks[1].attn.operands = planted
+    after = outliers.largest(model, idx)
+    assert after["logits"]["1st"] == pytest.approx(900 * math.sqrt(8)) and before["logits"]["1st"] < 100
+    assert list(after["logits"]) == ["1st", "2nd", "3rd", "10th", "100th", "median"]
+    sizes = [after["hidden states"][place] for place in list(outliers.TOP)]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+# ---------------------------------------------------------------------------------------------
+# Each of them from its first run to its picture
+
+
+@pytest.mark.parametrize(
+    "experiment, settings",
+    [
+        (retrieval, dict(texts=1)),
+        (anatomy, dict(dataset="stories", windows=2)),
+        (outliers, dict(windows=2)),
+    ],
+    ids=lambda value: getattr(value, "__name__", "").removeprefix("experiments."),
+)
+def test_from_training_to_picture(experiment, settings, tmp_path, monkeypatch):
+    monkeypatch.setattr(retrieval, "FACTS", (2, 3))
+    monkeypatch.setattr(retrieval, "SENTENCES", (12, 40))
+    name = experiment.__name__.removeprefix("experiments.")
+    kind = next(value for key, value in vars(experiment).items() if key.lower() == f"{name}config")
+    numbers = json.loads(json.dumps(getattr(experiment, name)(kind(seeds=2, train=TOY, **settings))))
+    assert list(numbers["kinds"]) == list(ATTENTIONS) and numbers["seeds"] == [0, 1]
+    for rows in experiment.tables(numbers).values():
+        assert len({len(row) for row in rows}) == 1 and len(rows) > 2
+    experiment.picture(numbers, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 5000
+    if experiment is outliers:  # without bits it is the run's own loss
+        model = next(experiments.models(replace(TOY, dataset="stories"), ["diff"], [0]))[2]
+        windows = data.load("stories", difficulty=Few()).val_windows(4, TOY.block_size)
+        own = evaluate(model, windows, 2, torch.device("cpu"))[0]
+        assert numbers["kinds"]["diff"]["bits"][0][0][0] == pytest.approx(own, abs=1e-5)
+    with pytest.raises(ValueError, match="seeds=11"):
+        getattr(experiment, name)(kind(seeds=11, train=TOY))
