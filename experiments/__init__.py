@@ -4,6 +4,7 @@ What they share is here: trained runs kept by their settings, statistics over se
 """
 
 import hashlib
+import inspect
 import json
 import math
 import platform
@@ -17,6 +18,7 @@ import torch
 import checkpoint
 from config import need
 from device import made_with, pick_device
+from model import ATTENTIONS
 
 RESULTS = Path(__file__).parent / "results"
 RUNS = checkpoint.RUNS / "experiments"
@@ -34,6 +36,7 @@ def fingerprint(cfg):
     digest = hashlib.sha256(json.dumps(asdict(replace(cfg, **PLACE)), sort_keys=True).encode())
     digest.update(pick_device(cfg.device).type.encode())
     code = [root / f"{name}.py" for name in ("model", "blocks", "train", "evaluate")]
+    code.append(Path(inspect.getfile(ATTENTIONS[cfg.attention])))  # model.py again, or the experiment that adds it
     for file in (*code, *sorted(root.glob("data/*.py"))):
         digest.update(file.read_bytes())
     if Path(cfg.dataset).is_file():

@@ -14,8 +14,8 @@ import experiments
 from config import TrainConfig
 from data import stories, tokenizers
 from evaluate import evaluate
-from experiments import anatomy, compare, outliers, retrieval, tune
-from model import ATTENTIONS, GPT, GPTConfig, eager, rope_table
+from experiments import ablations, anatomy, compare, outliers, retrieval, scaling, tune
+from model import ATTENTIONS, GPT, GPTConfig, eager, rope_table, shared, softmax_map
 
 WORDS = tokenizers.BPETokenizer.of_words(stories.VOCABULARY)
 TOY = TrainConfig(
@@ -170,7 +170,7 @@ def test_weights_of_a_model_add_up_to_its_row_sum(kind):
 
 
 def test_rank_entropy_and_likeness():
-    rank_one = torch.outer(torch.rand(9), torch.rand(9))
+    rank_one = torch.outer(torch.arange(1.0, 10), torch.arange(9.0, 0, -1))
     assert anatomy.effective_rank(rank_one).item() == pytest.approx(1, abs=1e-6)
     assert anatomy.effective_rank(torch.eye(9)).item() == pytest.approx(9)
     uniform = torch.full((8,), 1 / 8)
@@ -255,6 +255,139 @@ def test_a_planted_outlier_is_the_largest(monkeypatch):
 
 
 # ---------------------------------------------------------------------------------------------
+# scaling
+
+
+def test_a_kind_that_needs_fewer_parameters_and_a_copy_of_the_baseline():
+    params = [50_000, 100_000, 200_000, 800_000]
+
+    def losses(saved, noise=0.0):
+        sizes = np.log(np.array(params) / saved)
+        return [(4 - 0.2 * sizes + noise * seed * np.array([1, -1, 1, -1])).tolist() for seed in range(3)]
+
+    kinds = {"standard": losses(1), "better": losses(0.8), "same": losses(1, noise=0.01)}
+    numbers = {"seeds": [0, 1, 2], "widths": [1, 2, 3, 4],
+               "kinds": {kind: {"params": params, "val_loss": found} for kind, found in kinds.items()}}  # fmt: skip
+    assert scaling.needed(numbers, "better") == pytest.approx([0.8] * 3)
+    a, b, off = scaling.line(params, kinds["standard"][0])
+    assert (a, b, off) == (pytest.approx(4), pytest.approx(0.2), pytest.approx(0, abs=1e-9))
+    equal = {row[0]: row[1] for row in scaling.tables(numbers)["equal"][1:]}
+    assert equal["better"] == "80% ± 0%" and "not distinguishable" in equal["same"]
+    assert scaling.tables(numbers)["losses"][1][-2] == f"{0.2 * math.log(2):.3f}"
+    with pytest.raises(ValueError, match="at least 3"):
+        scaling.scaling(scaling.ScalingConfig(widths=(32, 64)))
+
+
+# ---------------------------------------------------------------------------------------------
+# ablations
+
+
+@pytest.fixture
+def variants(monkeypatch):
+    monkeypatch.setattr("model.ATTENTIONS", ATTENTIONS)
+    for name, variant in ablations.VARIANTS.items():
+        monkeypatch.setitem(ATTENTIONS, name, variant)
+
+
+def layer(kind, layer=1, **changes):
+    """(layer, x, rope) of a model of 4 heads of 8, in float64."""
+    model = GPT(GPTConfig(n_layer=2, n_embd=32, attention=kind, **changes)).double()
+    x = torch.randn(2, 9, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return model.blocks[layer].attn, x, rope_table(model.cfg, 0, 9, like=x)
+
+
+def before_merging(attn, x, rope):
+    """(B, heads, T, E): what a layer's heads put out, before they are merged."""
+    seen = []
+    attn.out_proj.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    attn(x, rope)
+    return seen[0].unflatten(2, (-1, attn.value_factor * attn.D)).transpose(1, 2)
+
+
+def test_variants_are_what_they_are_named_for(variants):
+    """Each from the maps of its layer, by hand."""
+    diff, x, rope = layer("diff")
+    A1, A2, lam = diff.maps(x, rope)
+    v = diff.operands(x, rope)[4]
+
+    def norm(y):
+        return y / (y.square().mean(dim=-1, keepdim=True) + 1e-5).sqrt()
+
+    init = 0.8 - 0.6 * math.exp(-0.3)
+    expected = {
+        "diff": (1 - init) * norm((A1 - lam * A2) @ v), "diff_no_norm": (1 - init) * ((A1 - lam * A2) @ v),
+        "diff_no_factor": norm((A1 - lam * A2) @ v), "diff_lambda_0": (1 - init) * norm(A1 @ v),
+        "diff_lambda_1": (1 - init) * norm((A1 - A2) @ v),
+        "diff_init_0.8": 0.2 * norm((A1 - (lam - init + 0.8) * A2) @ v),
+        "diff_init_0.5": 0.5 * norm((A1 - (lam - init + 0.5) * A2) @ v),
+    }  # fmt: skip
+    for kind, y in expected.items():
+        torch.testing.assert_close(before_merging(layer(kind)[0], x, rope), y, msg=kind, rtol=1e-9, atol=1e-9)
+
+    standard, *_ = layer("standard")
+    A, v = standard.maps(x, rope)[0], standard.operands(x, rope)[4]
+    torch.testing.assert_close(before_merging(layer("standard_norm")[0], x, rope), norm(A @ v))
+
+    for changes in ({}, {"n_kv_head": 2}):
+        v2, *_ = layer("diff_v2", **changes)
+        A1, A2, lam = v2.maps(x, rope)
+        v = shared(v2.operands(x, rope)[4], 4)
+        raw = (x @ v2.lambda_proj.weight.T).transpose(1, 2)[..., None]
+        for kind, weights in {"diff_v2_no_sigmoid": A1 - raw * A2, "diff_v2_no_lambda": A1 - A2}.items():
+            torch.testing.assert_close(before_merging(layer(kind, **changes)[0], x, rope), weights @ v, msg=kind)
+        A = torch.stack((A1, A2), dim=2).flatten(1, 2)  # 8 maps, in the order of the query heads
+        keys = v2.operands(x, rope)[1].shape[1]
+        values = v2.operands(x, rope)[4].repeat_interleave(8 // keys, dim=1)
+        q = v2.qkv(x, rope, None)[0]
+        own = softmax_map(q, v2.operands(x, rope)[1])
+        torch.testing.assert_close(own, A)
+        y = own @ values
+        across = y[:, :4] - torch.sigmoid(raw) * y[:, 4:]
+        torch.testing.assert_close(before_merging(layer("diff_v2_across", **changes)[0], x, rope), across)
+
+
+def test_arms_are_fair(variants):
+    """Equal batches and, but for a vector or two, equally many parameters."""
+    arms = ablations.arms(replace(TOY, n_embd=64))
+    counts = {name: GPT(arm.model_config(99)).num_params() for name, arm in arms.items()}
+    assert len(arms) == 14 and max(counts.values()) - min(counts.values()) < 0.01 * counts["standard"]
+    assert arms["standard, half the heads, twice as wide"].model_config().head_size == 32
+    for arm in arms.values():
+        assert replace(arm, attention="", n_head=0, n_kv_head=0) == replace(TOY, n_embd=64, attention="", n_head=0)
+
+
+def test_spikes_are_counted(tmp_path, monkeypatch):
+    """From a run's log; a run that ended early is told from one without a spike."""
+
+    def stand_in(cfg):
+        if cfg.learning_rate > 3:
+            raise FloatingPointError
+        assert cfg.max_iters == cfg.eval_interval == 6 and cfg.log_interval == 1
+        return {"out_dir": str(cfg.learning_rate)}
+
+    logs = {"1.0": [5, 4, 3, 3.4, 2, 2], "2.0": [5, 4, 4.6, 3, 9, 3.4]}
+    monkeypatch.setattr(ablations, "trained", stand_in)
+    monkeypatch.setattr(ablations, "read_log", lambda run: [{"loss": x} for x in logs[str(run)]] + [{"val_loss": 99}])
+    assert ablations.spikes(replace(TOY, learning_rate=1.0), 6, (1, 2, 4)) == [0, 2, None]
+
+
+def test_tables_of_ablations_say_who_is_worse():
+    def arm(losses, slope):
+        return {"val_loss": losses, "gradients": [{"q_proj": slope * (1 + i)} for i in range(3)], "spikes": []}
+
+    arms = {"standard": arm([2.0, 2.1, 1.9], 2.0), "diff": arm([2.01, 2.08, 1.91], 1.0),
+            "diff_no_norm": arm([3.0, 3.1, 2.9], 4.0), "diff_v2": arm([2.0, None, 2.0], 2.0)}  # fmt: skip
+    shown = ablations.tables({"seeds": [0, 1, 2], "arms": arms})
+    rows = {row[0]: row[1:] for row in shown["losses"]}
+    assert "not distinguishable" in rows["diff"][2] and rows["diff_no_norm"][1:] == [
+        "+1.0000 ± 0.0430",
+        "+1.0000 ± 0.0000",
+    ]
+    assert rows["diff_v2"] == ["diverged (1 of 3)", "", ""]
+    assert [row[1] for row in shown["gradients"][1:]] == ["1.00", "0.50", "2.00", "1.00"]
+
+
+# ---------------------------------------------------------------------------------------------
 # Each of them from its first run to its picture
 
 
@@ -264,16 +397,19 @@ def test_a_planted_outlier_is_the_largest(monkeypatch):
         (retrieval, dict(texts=1)),
         (anatomy, dict(dataset="stories", windows=2)),
         (outliers, dict(windows=2)),
+        (scaling, dict(widths=(16, 32, 48))),
+        (ablations, dict(updates=3)),
     ],
     ids=lambda value: getattr(value, "__name__", "").removeprefix("experiments."),
 )
-def test_from_training_to_picture(experiment, settings, tmp_path, monkeypatch):
+def test_from_training_to_picture(experiment, settings, tmp_path, monkeypatch, variants):
     monkeypatch.setattr(retrieval, "FACTS", (2, 3))
     monkeypatch.setattr(retrieval, "SENTENCES", (12, 40))
     name = experiment.__name__.removeprefix("experiments.")
     kind = next(value for key, value in vars(experiment).items() if key.lower() == f"{name}config")
     numbers = json.loads(json.dumps(getattr(experiment, name)(kind(seeds=2, train=TOY, **settings))))
-    assert list(numbers["kinds"]) == list(ATTENTIONS) and numbers["seeds"] == [0, 1]
+    assert list(numbers.get("kinds", numbers.get("arms")))[:3] == ["standard", "diff", "diff_v2"]
+    assert numbers["seeds"] == [0, 1]
     for rows in experiment.tables(numbers).values():
         assert len({len(row) for row in rows}) == 1 and len(rows) > 2
     experiment.picture(numbers, tmp_path / "picture.png")

@@ -1,0 +1,251 @@
+"""What is each part of differential attention for? Without it, or with another in its place, all else equal.
+
+    python -m experiments.ablations
+    python -m experiments.ablations --quick
+
+The ablation tables of both versions (the paper's section 3.8 and appendix G; Microsoft's notes on V2), on the text and
+with the steps of the preset shakespeare. Beside the loss: how large the gradient of each projection is at the start,
+against standard attention's, and at which multiple of the learning rate the loss begins to spike. The variants are
+classes here, in ATTENTIONS like any other kind, and nowhere in model.py.
+"""
+
+import math
+import statistics
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+import data
+import experiments
+from config import PRESETS, TrainConfig
+from experiments import mean_sd, paired, trained
+from model import ATTENTIONS, GPT, DiffAttention, DiffAttentionV2, RMSNorm, StandardAttention, upcast
+from run_log import read_log
+
+
+class NoNorm(DiffAttention):
+    def finish(self, y):
+        return (1 - self.lambda_init) * y
+
+
+class NoFactor(DiffAttention):
+    def finish(self, y):
+        return self.subln(y)
+
+
+class Init(DiffAttention):
+    """lambda_init the same in all layers."""
+
+    def __init__(self, cfg, layer):
+        super().__init__(cfg, layer)
+        self.lambda_init = self.value
+
+
+class Init08(Init):
+    value = 0.8
+
+
+class Init05(Init):
+    value = 0.5
+
+
+class Fixed(DiffAttention):
+    """lambda a constant; the factor after the head norm as ever."""
+
+    def lam(self):
+        return self.lambda_q1.new_tensor(self.value)
+
+
+class Fixed0(Fixed):
+    value = 0.0
+
+
+class Fixed1(Fixed):
+    value = 1.0
+
+
+class V2NoSigmoid(DiffAttentionV2):
+    """lambda a product, of any size and sign."""
+
+    def operands(self, x, rope, cache=None):
+        *operands, _ = super().operands(x, rope, cache)
+        return *operands, upcast(self.lambda_proj(x)).transpose(1, 2)
+
+
+class V2NoLambda(DiffAttentionV2):
+    """A1 - A2."""
+
+    def operands(self, x, rope, cache=None):
+        *operands, lam = super().operands(x, rope, cache)
+        return *operands, torch.ones_like(lam)
+
+
+class V2AcrossGroups(DiffAttentionV2):
+    """Head i is the pair (i, i + H): one of each half, on different keys and values. The official code warns of it."""
+
+    def forward(self, x, rope, cache=None):
+        q1, k, q2, _, v, lam = self.operands(x, rope, cache)
+        q = torch.stack((q1, q2), dim=2).flatten(1, 2)  # as q_proj made them
+        y1, y2 = self.attend(q, k, None, None, v, None).chunk(2, dim=1)
+        y = y1 - lam[..., None] * y2
+        return self.out_proj(y.transpose(1, 2).flatten(2).type_as(x))
+
+
+class StandardNorm(StandardAttention):
+    """With the head norm of differential attention, and no factor."""
+
+    def __init__(self, cfg, layer):
+        super().__init__(cfg, layer)
+        self.subln = RMSNorm(self.D)
+
+    def finish(self, y):
+        return self.subln(y)
+
+
+VARIANTS = {
+    "standard_norm": StandardNorm, "diff_no_norm": NoNorm, "diff_no_factor": NoFactor, "diff_init_0.8": Init08,
+    "diff_init_0.5": Init05, "diff_lambda_0": Fixed0, "diff_lambda_1": Fixed1, "diff_v2_no_sigmoid": V2NoSigmoid,
+    "diff_v2_no_lambda": V2NoLambda, "diff_v2_across": V2AcrossGroups,
+}  # fmt: skip
+RATES = (1, 2, 4, 8, 16)  # times the learning rate
+SPIKE = 0.5  # nats: a training loss so far above the lowest before it
+
+
+@dataclass
+class AblationsConfig:
+    seeds: int = 3  # runs of each
+    first_seed: int = 0  # of these runs
+    updates: int = 400  # of a run at a high learning rate
+    quick: bool = False  # one seed, a quarter of the updates
+    train: TrainConfig | None = None  # what all runs share; None is the preset shakespeare
+
+
+def arms(base):
+    """{name: TrainConfig}: the two versions and their baseline, then the variants."""
+    for name in VARIANTS:
+        ATTENTIONS.setdefault(name, VARIANTS[name])
+    wide = replace(base, n_head=base.n_head // 2, n_kv_head=base.n_kv_head // 2)
+    found = {name: replace(base, attention=name) for name in ("standard", "diff", "diff_v2")}
+    found |= {"standard, half the heads, twice as wide": replace(wide, attention="standard")}
+    found |= {"the same, head norm": replace(wide, attention="standard_norm")}
+    return found | {name: replace(base, attention=name) for name in VARIANTS if name != "standard_norm"}
+
+
+def gradients(cfg, dataset):
+    """{"q_proj": norm, ..}: of each kind of weight at the start, the mean over layers of its gradient's norm."""
+    model = GPT(cfg.model_config(dataset.tokenizer.vocab_size), cfg.seed)
+    x, y = dataset.batch(0, cfg.batch_size, cfg.block_size, cfg.data_seed)
+    model(torch.from_numpy(x), torch.from_numpy(y))[1].backward()
+    norms = {}
+    for name, p in model.named_parameters():
+        if p.ndim == 2 and ".attn." in name and "lambda" not in name:
+            norms.setdefault(name.split(".")[-2], []).append(p.grad.norm().item())
+    return {name: statistics.fmean(values) for name, values in norms.items()}
+
+
+def spikes(cfg, updates, rates):
+    """How many updates were spikes, or None where the run ended early, for each multiple of the learning rate."""
+    counts = []
+    for rate in rates:
+        fast = replace(cfg, learning_rate=rate * cfg.learning_rate, max_iters=updates, log_interval=1)
+        try:
+            result = trained(replace(fast, eval_interval=updates))
+        except FloatingPointError:
+            counts.append(None)
+            continue
+        losses = [line["loss"] for line in read_log(Path(result["out_dir"])) if "loss" in line]
+        counts.append(sum(loss > min(losses[:i]) + SPIKE for i, loss in enumerate(losses) if i))
+    return counts
+
+
+def ablations(cfg):
+    """{"seeds", "arms": {name: {"params", "val_loss", "gradients": [of a seed], "spikes": [of RATES] of a seed}}}"""
+    experiments.check_seeds(cfg.seeds)
+    shared = cfg.train or replace(TrainConfig(), **PRESETS["shakespeare"])
+    cfg = experiments.shortened(replace(cfg, train=shared))
+    seeds, found = range(cfg.first_seed, cfg.first_seed + cfg.seeds), {}
+    text = data.load(shared.dataset, shared.tokenizer, shared.bpe_vocab_size, shared.difficulty())
+    for name, arm in arms(cfg.train).items():
+        arm.check()
+        found[name] = {"val_loss": [], "gradients": [], "spikes": []}
+    for seed in seeds:
+        for name, arm in arms(cfg.train).items():
+            print(f"\n--- {name}, seed {seed}")
+            arm = replace(arm, seed=seed, data_seed=seed)
+            try:
+                result = trained(arm)
+            except FloatingPointError as error:
+                print(error)
+                result = {"val_loss": None}
+            found[name]["val_loss"].append(result["val_loss"])
+            found[name]["gradients"].append(gradients(arm, text))
+            if name in ("standard", "diff", "diff_no_norm", "diff_v2"):
+                updates = max(2, cfg.updates // (4 if cfg.quick else 1))
+                found[name]["spikes"].append(spikes(arm, updates, RATES))
+    return {"settings": vars(cfg.train), "seeds": list(seeds), "arms": found}
+
+
+def tables(numbers):
+    """{name: rows} of what the terminal and the README show."""
+    baselines = {name: "diff_v2" if name.startswith("diff_v2") else "diff" for name in numbers["arms"]}
+    found, losses = numbers["arms"], [["attention", "validation loss", "against its own version", "against standard"]]
+    projections = list(found["standard"]["gradients"][0])
+    slopes = [["gradient at the start / standard's", *projections]]
+    fast = [["spikes at a learning rate times", *map(str, RATES)]]
+    for name, arm in found.items():
+        if None in arm["val_loss"]:
+            losses.append([name, f"diverged ({arm['val_loss'].count(None)} of {len(numbers['seeds'])})", "", ""])
+        else:
+            mean, sd = mean_sd(arm["val_loss"])
+            row = [name, f"{mean:.4f}" + ("" if sd is None else f" ± {sd:.4f}")]
+            for other in (baselines[name] if name.startswith("diff") else "", "standard"):
+                row.append("" if other in ("", name) else against(arm["val_loss"], found[other]["val_loss"]))
+            losses.append(row)
+        ratios = [
+            statistics.geometric_mean(g[p] / s[p] for g, s in zip(arm["gradients"], found["standard"]["gradients"]))
+            for p in projections
+        ]
+        slopes.append([name, *(f"{ratio:.2f}" for ratio in ratios)])
+        if arm["spikes"]:
+            fast.append(
+                [name, *(", ".join("diverged" if n is None else str(n) for n in c) for c in zip(*arm["spikes"]))]
+            )
+    return {"losses": losses, "gradients": slopes, "spikes": fast}
+
+
+def against(losses, others):
+    if None in others:
+        return ""
+    mean, _, half = paired(losses, others)
+    if half is None:
+        return f"{mean:+.4f}"
+    return f"{mean:+.4f} ± {half:.4f}" + " (not distinguishable)" * (abs(mean) <= half)
+
+
+def picture(numbers, path):
+    """Each arm's distance from standard, seed by seed."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    base, names = numbers["arms"]["standard"]["val_loss"], []
+    for name, arm in numbers["arms"].items():
+        if None not in arm["val_loss"] + base:
+            values = [loss - other for loss, other in zip(arm["val_loss"], base)]
+            axes.plot(values, [len(names)] * len(values), "o", color="C0", alpha=0.6)
+            axes.plot(math.fsum(values) / len(values), len(names), "|", color="black", markersize=14)
+            names.append(name)
+    axes.axvline(0, color="grey", linewidth=0.8)
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set_xlabel("validation loss, difference to standard")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def main():
+    experiments.command(AblationsConfig, ablations, "ablations", tables, picture, __doc__)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""How does the loss of each kind fall with the number of parameters, and how many fewer would be enough for the same?
+
+    python -m experiments.scaling              # five widths, 50 thousand to 0.8 million parameters
+    python -m experiments.scaling --widths 128 256 384 --train.max_iters=5000     # on a GPU
+
+The paper's first figure at a hundred thousandth of the parameters, on the text and with the steps of the preset
+shakespeare. For each seed a line loss = a - b log(parameters) is drawn through the baseline; where another kind's loss
+at a size lies on it says how many parameters the baseline needs for that. Five sizes within a factor of sixteen do not
+say where the lines go beyond them: the fit is a ruler here, no law.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+import experiments
+from config import PRESETS, TrainConfig, need
+from experiments import mean_sd, paired
+from model import ATTENTIONS
+
+
+@dataclass
+class ScalingConfig:
+    kinds: tuple[str, ...] = tuple(ATTENTIONS)  # the first is what the others are compared with
+    widths: tuple[int, ...] = (32, 48, 64, 96, 128)  # channels, in heads of 16 or 24
+    seeds: int = 3  # runs of each
+    first_seed: int = 0  # of these runs
+    quick: bool = False  # one seed, a quarter of the updates
+    train: TrainConfig | None = None  # what all runs share; None is the preset shakespeare
+
+
+def scaling(cfg):
+    """{"settings", "seeds", "widths", "kinds": {kind: {"params": [a width's], "val_loss": [[a width's] of a seed]}}}"""
+    experiments.check_seeds(cfg.seeds)
+    need(len(set(cfg.widths)) > 2, f"widths={cfg.widths}: a line through losses needs at least 3 different ones")
+    shared = cfg.train or replace(TrainConfig(), **PRESETS["shakespeare"])
+    cfg = experiments.shortened(replace(cfg, train=shared))
+    seeds = range(cfg.first_seed, cfg.first_seed + cfg.seeds)
+    kinds = {kind: {"params": [], "val_loss": [[] for _ in seeds]} for kind in cfg.kinds}
+    bases = [replace(cfg.train, n_embd=width, n_head=2 * max(1, width // 32)) for width in cfg.widths]
+    for base in bases:
+        for kind in cfg.kinds:
+            replace(base, attention=kind).check()  # all of them before the first is trained
+    for base in bases:
+        for kind, seed, _, result in experiments.models(base, cfg.kinds, seeds):
+            kinds[kind]["val_loss"][seed - cfg.first_seed].append(result["val_loss"])
+            kinds[kind]["params"] += [result["params"]] * (seed == cfg.first_seed)
+    return {"settings": vars(cfg.train), "seeds": list(seeds), "widths": list(cfg.widths), "kinds": kinds}
+
+
+def line(params, losses):
+    """(a, b, off): of loss = a - b log(params) by least squares, and the largest distance of a loss from it."""
+    x = np.log(params)
+    slope, a = np.polyfit(x, losses, 1)
+    return a, -slope, np.abs(a + slope * x - losses).max()
+
+
+def needed(numbers, kind):
+    """For each seed: the parameters that `kind` takes for what the baseline takes 1 for, geometric mean over sizes."""
+    baseline, k = numbers["kinds"][next(iter(numbers["kinds"]))], numbers["kinds"][kind]
+    shares = []
+    for own, other in zip(k["val_loss"], baseline["val_loss"]):
+        a, b, _ = line(baseline["params"], other)
+        wanted = (a - np.array(own)) / b  # log of the parameters with which the baseline has these losses
+        shares.append(math.exp(np.mean(np.log(k["params"]) - wanted)))
+    return shares
+
+
+def tables(numbers):
+    """{name: rows} of what the terminal and the README show."""
+    rows = [
+        ["validation loss", *(f"{width} wide" for width in numbers["widths"]), "falls by, if doubled", "off the line"]
+    ]
+    baseline, equal = next(iter(numbers["kinds"])), [["parameters for equal loss", "of the baseline's"]]
+    for kind, k in numbers["kinds"].items():
+        columns = [mean_sd(losses) for losses in zip(*k["val_loss"])]
+        fits = [line(k["params"], losses) for losses in k["val_loss"]]
+        falls, _ = mean_sd([b * math.log(2) for _, b, _ in fits])
+        cells = [f"{mean:.3f}" + ("" if sd is None else f" ± {sd:.3f}") for mean, sd in columns]
+        rows.append([kind, *cells, f"{falls:.3f}", f"{max(off for *_, off in fits):.3f}"])
+        if kind != baseline:
+            mean, _, half = paired(needed(numbers, kind), [0] * len(numbers["seeds"]))
+            verdict = " (not distinguishable)" if half is not None and abs(mean - 1) <= half else ""
+            equal.append([kind, f"{mean:.0%}" + ("" if half is None else f" ± {half:.0%}") + verdict])
+    return {"losses": rows} | ({"equal": equal} if len(equal) > 1 else {})
+
+
+def picture(numbers, path):
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(5, 3.6), layout="constrained")
+    for kind, k in numbers["kinds"].items():
+        losses = np.array(k["val_loss"])
+        (drawn,) = axes.plot(k["params"], losses.mean(axis=0), marker="o", linewidth=0, label=kind)
+        for own in losses:
+            a, b, _ = line(k["params"], own)
+            axes.plot(k["params"], a - b * np.log(k["params"]), color=drawn.get_color(), alpha=0.3)
+    axes.set(xscale="log", xlabel="parameters", ylabel="validation loss, nats a token")
+    axes.legend()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def main():
+    experiments.command(ScalingConfig, scaling, "scaling", tables, picture, __doc__)
+
+
+if __name__ == "__main__":
+    main()
