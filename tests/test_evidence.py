@@ -14,7 +14,7 @@ import experiments
 from config import TrainConfig
 from data import stories, tokenizers
 from evaluate import evaluate
-from experiments import ablations, anatomy, compare, outliers, retrieval, scaling, tune
+from experiments import ablations, anatomy, compare, icl, outliers, retrieval, scaling, tune
 from model import ATTENTIONS, GPT, GPTConfig, eager, rope_table, shared, softmax_map
 
 WORDS = tokenizers.BPETokenizer.of_words(stories.VOCABULARY)
@@ -388,6 +388,69 @@ def test_tables_of_ablations_say_who_is_worse():
 
 
 # ---------------------------------------------------------------------------------------------
+# icl
+
+
+class Reader(torch.nn.Module):
+    """Knows the classes, and labels a word as the last example of its class was, `places` examples back at most."""
+
+    def __init__(self, words, places=99):
+        super().__init__()
+        self.words, self.places = words, places
+
+    def forward(self, ids):
+        logits, class_of = torch.zeros(*ids.shape, self.words.vocab_size), dict(icl.ITEMS)
+        for b, row in enumerate(ids.tolist()):
+            said = [self.words.decode_bytes([i]).decode().strip() for i in row]
+            for t in range(1, len(row), 3):
+                for before in range(t - 3, max(0, t - 3 * self.places) - 1, -3):
+                    if before > 0 and class_of[said[before]] == class_of[said[t]]:
+                        logits[b, t, row[before + 1]] = 1
+                        break
+        return logits, None
+
+
+def test_labels_are_new_in_every_text_and_right_ones_are_counted():
+    words, draw = icl.tokenizer(), random.Random(0)
+    texts = [icl.episode(draw, 32) for _ in range(20)]
+    for examples in texts:
+        label_of = {}
+        assert all(label_of.setdefault(dict(icl.ITEMS)[word], label) == label for word, label in examples)
+        assert len(set(label_of.values())) == len(label_of)
+    assert len({dict(examples).get("owl") for examples in texts}) > 4
+    found = icl.right(Reader(words), words, texts)
+    for shots, examples in zip(found, texts):
+        seen = [dict(icl.ITEMS)[word] for word, _ in examples]
+        assert shots.tolist() == [name in seen[:i] for i, name in enumerate(seen)]
+    shares = icl.by_shots(Reader(words), words, 100)
+    assert shares[0] == 0 and shares[-1] == 1 and shares == sorted(shares)
+    assert icl.at_best(0) == pytest.approx(1 / 8) and icl.at_best(1) == pytest.approx(1 / 4 + 3 / 4 / 7)
+    two = 1 - 9 / 16 + 9 / 16 * (1 / 3 / 7 + 2 / 3 / 6)
+    assert icl.at_best(2) == pytest.approx(two) and 1 > icl.at_best(31) > 0.999
+
+
+def test_the_spread_over_orders_is_that_of_a_reader():
+    """Who reads it all is right in any order; who looks at the last two alone depends on it, most class by class."""
+    words = icl.tokenizer()
+    for best, worst, mean in icl.by_order(Reader(words), words, 30, 8, 4).values():
+        assert best == worst == mean == 1
+    found = icl.by_order(Reader(words, places=2), words, 60, 8, 10)
+    (best, worst, mean), (best_by_class, worst_by_class, _) = found["random"], found["by class"]
+    assert 0 < worst < mean < best < 1 and best_by_class < 0.6 and worst_by_class > 0
+
+
+def test_a_prepared_text_trains_and_is_prepared_once(capsys):
+    folder = icl.prepare(5)
+    before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert icl.prepare(5) == folder and before == {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    x, y = data.load(str(folder)).batch(0, 2, 96, 0)
+    said = data.load(str(folder)).tokenizer.decode_bytes(x[0]).decode()
+    assert said.startswith("\n") and said.count(".") == 31 and "\n" not in said[1:]
+    with pytest.raises(ValueError, match="examples=7 must be a multiple of 4, up to 28: use 8"):
+        icl.icl(icl.IclConfig(examples=7))
+
+
+# ---------------------------------------------------------------------------------------------
 # Each of them from its first run to its picture
 
 
@@ -399,6 +462,7 @@ def test_tables_of_ablations_say_who_is_worse():
         (outliers, dict(windows=2)),
         (scaling, dict(widths=(16, 32, 48))),
         (ablations, dict(updates=3)),
+        (icl, dict(texts=9, questions=3, orders=2)),
     ],
     ids=lambda value: getattr(value, "__name__", "").removeprefix("experiments."),
 )

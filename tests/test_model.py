@@ -114,17 +114,18 @@ def test_kinds_start_from_equal_weights_where_they_share_them():
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_matrix_has_the_spread_of_its_role(kind):
     gpt = GPT(
-        GPTConfig(n_layer=2, n_embd=128, n_head=8, attention=kind, init_std=0.08, emb_std=0.3, tie_embeddings=False)
+        GPTConfig(n_layer=2, n_embd=256, n_head=4, attention=kind, init_std=0.08, emb_std=0.3, tie_embeddings=False)
     )
     for name, p in gpt.named_parameters():
         if p.ndim == 2:
             std = {"tok_emb": 0.3, "out_proj": 0.04, "down_proj": 0.04}.get(name.split(".")[-2], 0.08)
             assert p.std().item() == pytest.approx(std, rel=0.1), name
             assert abs(p.mean().item()) < std * 5 / math.sqrt(p.numel()), name
-        elif "lambda" in name:
-            assert 0.03 < p.std().item() < 0.2, name
-        else:
+        elif ".lambda_" not in name:
             assert (p == 1).all(), name
+    lambdas = [p for name, p in gpt.named_parameters() if ".lambda_" in name and p.ndim == 1]
+    if kind == "diff":
+        assert len(lambdas) == 2 * 4 and torch.cat(lambdas).std().item() == pytest.approx(0.1, rel=0.1)
 
 
 @pytest.mark.parametrize("kind", KINDS)

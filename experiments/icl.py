@@ -1,0 +1,199 @@
+"""Labels whose meaning only the context gives: does the model learn them, with how many examples, and in any order?
+
+    python -m experiments.icl
+    python -m experiments.icl --quick
+
+The paper's many-shot classification and its robustness to the order of examples (section 3.5). A word belongs to one
+of a few classes, always; which label a class has is new in every text: "owl red. saw blue. hen red. .." A model must
+learn the classes from its training and the labels from the examples before. For the order, the same examples stand in
+many orders, at random or class by class: the spread is the accuracy of the best order minus that of the worst.
+"""
+
+import hashlib
+import json
+import random
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
+import torch
+
+import checkpoint
+import experiments
+from config import TrainConfig, need
+from data import tokenizers
+from experiments import mean_sd, paired
+from model import ATTENTIONS
+
+CLASSES = {
+    "animal": "ape bat cat cow dog fox hen owl".split(),
+    "tool": "awl axe bit fan gun jig saw vat".split(),
+    "food": "bun egg fig ham jam nut pea pie".split(),
+    "cloth": "bib cap fur hat hem rag tie wig".split(),
+}
+LABELS = "red blue grey gold pink teal lime rust".split()
+ITEMS = [(word, name) for name, members in CLASSES.items() for word in members]
+SHOTS = (0, 1, 2, 4, 8, 16, 31)  # examples before the one that is scored
+
+
+@dataclass
+class IclConfig:
+    kinds: tuple[str, ...] = tuple(ATTENTIONS)  # the first is what the others are compared with
+    seeds: int = 3  # models of each kind
+    first_seed: int = 0  # of these models
+    texts: int = 50000  # to train on
+    questions: int = 200  # to ask
+    examples: int = 8  # whose order is changed, equally many of each class
+    orders: int = 10  # of them, of each sort
+    quick: bool = False  # one seed, a quarter of the updates
+    train: TrainConfig | None = None  # of the models; None is the quick start's, 2,000 updates
+
+
+def episode(draw, shots):
+    """[(word, label), ..]: a text's examples. `draw`: a random.Random."""
+    labels = dict(zip(CLASSES, draw.sample(LABELS, len(CLASSES))))
+    return [(word, labels[name]) for word, name in draw.choices(ITEMS, k=shots)]
+
+
+def text(examples):
+    return " ".join(f"{word} {label}." for word, label in examples)
+
+
+def tokenizer():
+    words = {word for word, _ in ITEMS} | set(LABELS)
+    return tokenizers.BPETokenizer.of_words(sorted({*words, *(f" {word}" for word in words)}))
+
+
+def prepare(count):
+    """A folder of token files for train.py, in the runs' folder: made once, named by a hash of what is in it."""
+    texts = {"train": random.Random(1), "val": random.Random(2)}
+    lines = {s: [text(episode(draw, SHOTS[-1] + 1)) + "\n" for _ in range(count)] for s, draw in texts.items()}
+    lines["val"] = lines["val"][:1000]
+    key = hashlib.sha256("".join(lines["train"]).encode()).hexdigest()[:12]
+    folder, words = experiments.RUNS / f"icl-{key}", tokenizer()
+    if not (folder / "meta.json").exists():  # written last
+        folder.mkdir(parents=True, exist_ok=True)
+        for split, told in lines.items():
+            ids = words.encode("".join(told))
+            checkpoint.write(folder / f"{split}.bin", lambda file, ids=ids: file.write(ids.tobytes()))
+        meta = json.dumps({"tokenizer": words.to_dict(), "lines": True}).encode()
+        checkpoint.write(folder / "meta.json", lambda file: file.write(meta))
+    return folder
+
+
+@torch.no_grad()
+def right(model, words, texts):
+    """(texts, shots) True where an example's label is the likeliest next token. Texts of equally many examples."""
+    ids = torch.from_numpy(np.stack([words.encode("\n" + text(examples)) for examples in texts]).astype(np.int64))
+    assert ids.shape[1] == 1 + 3 * len(texts[0]), f"{ids.shape} tokens"
+    predicted = model(ids[:, :-1])[0].argmax(dim=-1)
+    return (predicted[:, 1::3] == ids[:, 2::3]).numpy()
+
+
+def by_shots(model, words, questions):
+    """For each of SHOTS the share of right labels, whether or not the class has been seen."""
+    draw = random.Random(3)
+    found = right(model, words, [episode(draw, SHOTS[-1] + 1) for _ in range(questions)])
+    return found[:, list(SHOTS)].mean(axis=0).tolist()
+
+
+def by_order(model, words, questions, examples, orders):
+    """{"random": (best, worst, mean), "by class": ..}: accuracies over orders, each the same for all questions."""
+    draw = random.Random(4)
+    each, asked = examples // len(CLASSES), []
+    for _ in range(questions):
+        labels = dict(zip(CLASSES, draw.sample(LABELS, len(CLASSES))))
+        shown = [(word, labels[name]) for name, members in CLASSES.items() for word in draw.sample(members, each)]
+        taken = {word for word, _ in shown}
+        word, name = draw.choice([item for item in ITEMS if item[0] not in taken])
+        asked.append((shown, (word, labels[name])))
+    found = {}
+    for sort in ("random", "by class"):
+        accuracies = []
+        for _ in range(orders):
+            places = list(range(each * len(CLASSES)))
+            if sort == "random":
+                draw.shuffle(places)
+            else:
+                blocks = [places[i : i + each] for i in range(0, len(places), each)]
+                draw.shuffle(blocks)
+                places = [place for block in blocks for place in block]
+            texts = [[*(shown[place] for place in places), question] for shown, question in asked]
+            accuracies.append(float(right(model, words, texts)[:, -1].mean()))
+        found[sort] = (max(accuracies), min(accuracies), sum(accuracies) / orders)
+    return found
+
+
+def icl(cfg):
+    """{"settings", "seeds", "kinds": {kind: {"shots": [a seed's], "orders": [a seed's]}}}"""
+    experiments.check_seeds(cfg.seeds)
+    need(cfg.questions >= 1 and cfg.orders >= 1, f"questions={cfg.questions}, orders={cfg.orders}: at least 1 of each")
+    most, unit = min(map(len, CLASSES.values())) - 1, len(CLASSES)
+    need(
+        cfg.examples % unit == 0 and unit <= cfg.examples <= unit * most,
+        f"examples={cfg.examples} must be a multiple of {unit}, up to {unit * most}: use {2 * unit}",
+    )
+    words, folder = tokenizer(), prepare(cfg.texts)
+    shared = cfg.train or replace(TrainConfig(), max_iters=2000)
+    shared = replace(shared, dataset=str(folder), block_size=3 * (SHOTS[-1] + 1) + 1)
+    cfg = experiments.shortened(replace(cfg, train=shared))
+    seeds, kinds = range(cfg.first_seed, cfg.first_seed + cfg.seeds), {}
+    for kind, _, model, result in experiments.models(cfg.train, cfg.kinds, seeds):
+        k = kinds.setdefault(kind, {"shots": [], "orders": [], "val_loss": []})
+        k["shots"].append(by_shots(model, words, cfg.questions))
+        k["orders"].append(by_order(model, words, cfg.questions, cfg.examples, cfg.orders))
+        k["val_loss"].append(result["val_loss"])
+    return {"settings": asdict(cfg.train), "examples": cfg.examples, "seeds": list(seeds), "kinds": kinds}
+
+
+def at_best(shots):
+    """The share of right labels of a model that knows what examples tell, and else guesses among the other labels."""
+    others = len(CLASSES) - 1
+    shown = [1.0] + [0.0] * others  # the chance of k labels, if the class in question is not among the examples
+    for _ in range(shots):
+        more = [0.0, *(p * (others - k) / others for k, p in enumerate(shown))]
+        shown = [p * k / others + more[k] for k, p in enumerate(shown)]
+    unseen = (others / len(CLASSES)) ** shots
+    return 1 - unseen + unseen * sum(p / (len(LABELS) - k) for k, p in enumerate(shown))
+
+
+def tables(numbers):
+    """{name: rows} of what the terminal and the README show."""
+    shots = [["right after so many examples", *map(str, SHOTS)], ["at best", *(f"{at_best(s):.0%}" for s in SHOTS)]]
+    orders = [["best minus worst order", "at random", "by class", "mean accuracy", "at random, against the first kind"]]
+    baseline = None
+    for kind, k in numbers["kinds"].items():
+        shots.append([kind, *(pm(values) for values in zip(*k["shots"]))])
+        spread = {sort: [best - worst for best, worst, _ in (o[sort] for o in k["orders"])] for sort in k["orders"][0]}
+        baseline = baseline or spread["random"]
+        difference, _, half = paired(spread["random"], baseline)
+        against = "" if baseline is spread["random"] else f"{difference:+.1%}" + (f" ± {half:.1%}" if half else "")
+        orders.append([kind, *map(pm, spread.values()), pm([o["random"][2] for o in k["orders"]]), against])
+    return {"shots": shots, "orders": orders}
+
+
+def pm(values):
+    mean, sd = mean_sd(values)
+    return f"{mean:.1%}" + ("" if sd is None else f" ± {sd:.1%}")
+
+
+def picture(numbers, path):
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(5, 3.4), layout="constrained")
+    for kind, k in numbers["kinds"].items():
+        lines = np.array(k["shots"])
+        (line,) = axes.plot(range(len(SHOTS)), lines.mean(axis=0), marker="o", label=kind)
+        axes.fill_between(range(len(SHOTS)), lines.min(axis=0), lines.max(axis=0), color=line.get_color(), alpha=0.2)
+    axes.plot(range(len(SHOTS)), [at_best(s) for s in SHOTS], ":", color="grey", label="at best")
+    axes.set(xticks=range(len(SHOTS)), xticklabels=SHOTS, xlabel="examples before", ylabel="labels right")
+    axes.legend()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def main():
+    experiments.command(IclConfig, icl, "icl", tables, picture, __doc__)
+
+
+if __name__ == "__main__":
+    main()
