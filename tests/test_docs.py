@@ -11,7 +11,20 @@ import tyro
 
 import experiments
 from config import TrainConfig
-from experiments import check_port, compare, length, maps, speed
+from experiments import (
+    ablations,
+    anatomy,
+    check_port,
+    compare,
+    icl,
+    length,
+    maps,
+    outliers,
+    retrieval,
+    scaling,
+    speed,
+    tune,
+)
 from export import ExportConfig
 from run_log import EventsConfig
 from sample import SampleConfig
@@ -25,10 +38,17 @@ CONFIGS = {
     "experiments.check_port": check_port.CheckPortConfig,
     "export.py": ExportConfig,
     "run_log.py": EventsConfig,
+    "experiments.ablations": ablations.AblationsConfig,
+    "experiments.anatomy": anatomy.AnatomyConfig,
     "experiments.compare": compare.CompareConfig,
+    "experiments.icl": icl.IclConfig,
     "experiments.length": length.LengthConfig,
     "experiments.maps": maps.MapsConfig,
+    "experiments.outliers": outliers.OutliersConfig,
+    "experiments.retrieval": retrieval.RetrievalConfig,
+    "experiments.scaling": scaling.ScalingConfig,
     "experiments.speed": speed.SpeedConfig,
+    "experiments.tune": tune.TuneConfig,
 }
 
 

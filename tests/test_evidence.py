@@ -114,9 +114,9 @@ def test_a_text_is_what_its_cell_says(depth, place):
 class Oracle(torch.nn.Module):
     """Answers by looking it up, but for questions at the places `blind`, and looks nowhere in particular."""
 
-    def __init__(self, blind=()):
+    def __init__(self, blind=(), verbs_only=False):
         super().__init__()
-        self.blind = blind
+        self.blind, self.verbs_only = blind, verbs_only
 
     def forward(self, ids):
         logits = torch.zeros(*ids.shape, WORDS.vocab_size)
@@ -128,7 +128,7 @@ class Oracle(torch.nn.Module):
                 if row[t - 1] == name or row[t - 2] == name:
                     who = t if row[t - 1] == name else t - 1
                     asked += who == t
-                    if asked - 1 not in self.blind:
+                    if asked - 1 not in self.blind and not (self.verbs_only and who < t):
                         logits[b, t, row[text.index(text[who]) + 1 + t - who]] = 1
         return logits, None
 
@@ -143,6 +143,8 @@ class Oracle(torch.nn.Module):
 def test_a_model_that_looks_up_is_right_and_weights_add_up():
     cell = retrieval.ask(Oracle(), WORDS, 4, 12, 0.5, 3, texts=3)
     assert (cell["first"], cell["all"]) == (1, 1)
+    cell = retrieval.ask(Oracle(verbs_only=True), WORDS, 4, 12, 0.5, 3, texts=3)
+    assert (cell["first"], cell["all"]) == (0, 0)
     cell = retrieval.ask(Oracle(blind=(0,)), WORDS, 4, 12, 0.5, 3, texts=3)
     assert (cell["first"], cell["all"]) == (0, pytest.approx(2 / 3))
     falls, T = np.array(cell["shares"]), 1 + 12 * 4 + 4

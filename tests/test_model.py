@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import model
 from config import check_model
 from generation import KVCache, pick
-from model import ATTENTIONS, GPT, GPTConfig, blocks, eager, fused
+from model import ATTENTIONS, GPT, GPTConfig, blocks, eager, fused, rope_table
 
 KINDS = list(ATTENTIONS)
 SMALL = GPTConfig(block_size=16, vocab_size=31, n_layer=3, n_head=4, n_embd=24, emb_std=0.1)
@@ -97,6 +97,22 @@ def test_flops_are_those_of_the_matrices_and_half_of_each_map(kind):
     # the eager path multiplies whole maps: T keys a query where the causal half has (T + 1) / 2
     attention = gpt.flops_per_token(T) - gpt.flops_per_token(-1)
     assert per_token == pytest.approx(gpt.flops_per_token(-1) + attention * T / ((T + 1) / 2))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_block_is_equations_4_and_5(kind):
+    gpt = GPT(replace(SMALL, attention=kind)).double()
+    block, x = gpt.blocks[1], torch.randn(2, 7, 24, dtype=torch.float64)
+    rope = rope_table(gpt.cfg, 0, 7, like=x)
+
+    def norm(x):
+        return x / (x.square().mean(dim=-1, keepdim=True) + 1e-5).sqrt()
+
+    y = x + block.attn(norm(x), rope)
+    gate, up, down = (getattr(block.mlp, f"{name}_proj").weight for name in ("gate", "up", "down"))
+    inner = norm(y) @ gate.T
+    expected = y + (inner * inner.sigmoid() * (norm(y) @ up.T)) @ down.T
+    torch.testing.assert_close(block(x, rope), expected, rtol=0, atol=1e-12)
 
 
 # ---------------------------------------------------------------------------------------------
