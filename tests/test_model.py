@@ -144,6 +144,13 @@ def test_every_matrix_has_the_spread_of_its_role(kind):
         assert len(lambdas) == 2 * 4 and torch.cat(lambdas).std().item() == pytest.approx(0.1, rel=0.1)
 
 
+def test_by_default_tokens_start_five_times_as_large_as_other_matrices():
+    """What makes a small model look things up (LOG.md)."""
+    start = GPT(GPTConfig(n_embd=256)).state_dict()
+    ratio = start["tok_emb.weight"].std() / start["blocks.0.attn.q_proj.weight"].std()
+    assert ratio.item() == pytest.approx(5, rel=0.05)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_untrained_loss_is_that_of_guessing(kind):
     x = ids(4, 50)
