@@ -168,6 +168,7 @@ class Attention(nn.Module):
     head_multiple = 1  # n_head and n_kv_head come in multiples of this
     query_factor = 1  # query heads (softmax maps) for each of n_head
     value_factor = 1  # width of a value, in head sizes
+    borrowed = staticmethod(lambda cfg: 0)  # hidden units that the MLP gives up, so that all kinds are equally large
     attend = staticmethod(fastest)  # or eager, fused, blocks: the answer is the same
 
     def __init__(self, cfg, layer):
@@ -208,11 +209,6 @@ class Attention(nn.Module):
         """(B, T, C) -> A1, A2 (each (B, heads, T, T)) and lam; A2 and lam are None if there is no second map."""
         q1, k1, q2, k2, _, lam = self.operands(x, rope)
         return softmax_map(q1, k1), None if q2 is None else softmax_map(q2, k2), lam
-
-    @classmethod
-    def borrowed(cls, cfg):
-        """Hidden units that the MLP gives up, so that all kinds have equally many parameters."""
-        return 0
 
 
 class StandardAttention(Attention):
@@ -261,6 +257,7 @@ class DiffAttentionV2(Attention):
     """
 
     query_factor = 2
+    borrowed = staticmethod(lambda cfg: round((cfg.n_embd + cfg.n_head) / 3))  # C (C + H) weights, at 3 C a hidden unit
 
     def __init__(self, cfg, layer):
         super().__init__(cfg, layer)
@@ -272,10 +269,6 @@ class DiffAttentionV2(Attention):
             lam = F.linear(upcast(x), upcast(self.lambda_proj.weight)).sigmoid()  # (B, T, H)
         # Neighbours are paired, never the two halves: a pair must sit on the same key.
         return q[:, 0::2], k, q[:, 1::2], k, v, lam.transpose(1, 2)
-
-    @classmethod
-    def borrowed(cls, cfg):
-        return round((cfg.n_embd + cfg.n_head) / 3)  # C (C + H) more weights here; a hidden unit has 3 C
 
 
 ATTENTIONS = {"standard": StandardAttention, "diff": DiffAttention, "diff_v2": DiffAttentionV2}
