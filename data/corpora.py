@@ -24,6 +24,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 CHUNK = 1 << 20  # characters or bytes held at a time
+MAX_BYTES = 1 << 26  # of a document in an archive; pages have a thousandth of it
 LAST_WORD_END = re.compile(r".*\S(?=[ \n])", re.DOTALL)  # no pattern of ours or GPT-2's has a token across it
 HUB = "https://huggingface.co/datasets"
 TINYSTORIES = f"{HUB}/roneneldan/TinyStories/resolve/f54c09fd23315a6f9c86f9dc80f725de7d8f9c64/TinyStoriesV2-GPT4"
@@ -110,6 +111,8 @@ def documents(archive, validation):
             inner = tarfile.open(fileobj=lzma.open(outer.extractfile(member)), mode="r|")
             for document in inner:
                 if document.isfile():
+                    if document.size > MAX_BYTES:
+                        raise OSError(f"{archive}: {document.name} has {document.size:,} bytes, too many for a page")
                     if (number % 2000 == 0) == validation:
                         text = inner.extractfile(document).read().decode(errors="replace")
                         yield re.sub(r"\n{3,}", "\n\n", text).strip() + "<|endoftext|>"
