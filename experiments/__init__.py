@@ -10,18 +10,27 @@ import math
 import platform
 import statistics
 import sys
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 import checkpoint
-from config import need
+from config import PRESETS, TrainConfig, need
 from device import made_with, pick_device
 from model import ATTENTIONS
 
 RESULTS = Path(__file__).parent / "results"
 RUNS = checkpoint.RUNS / "experiments"
+
+ROOT = Path(__file__).parent.parent
+# What a run's numbers come from, as it was imported: a file that changes meanwhile is another run's.
+NAMES = [*(f"{name}.py" for name in ("model", "blocks", "train", "evaluate", "run_log")), "data/*.py"]
+CODE = {path: path.read_bytes() for name in NAMES for path in sorted(ROOT.glob(name))}
+
+TUNED = ("learning_rate", "init_std")  # what experiments.tune tries, in this order
 
 # Settings that say where a run is and how it goes on, not what it computes.
 PLACE = {"out_dir": "", "resume": False, "preset": "laptop"}
@@ -30,18 +39,23 @@ PLACE = {"out_dir": "", "resume": False, "preset": "laptop"}
 T_975 = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262]
 
 
+def preset(name):
+    return replace(TrainConfig(), **PRESETS[name])
+
+
 def fingerprint(cfg):
     """A name for all that a run's numbers depend on: its settings, its text, the code, the kind of device."""
-    root = Path(__file__).parent.parent
     digest = hashlib.sha256(json.dumps(asdict(replace(cfg, **PLACE)), sort_keys=True).encode())
     digest.update(pick_device(cfg.device).type.encode())
-    code = [root / f"{name}.py" for name in ("model", "blocks", "train", "evaluate")]
-    code.append(Path(inspect.getfile(ATTENTIONS[cfg.attention])))  # model.py again, or the experiment that adds it
-    for file in (*code, *sorted(root.glob("data/*.py"))):
-        digest.update(file.read_bytes())
-    if Path(cfg.dataset).is_file():
-        digest.update(Path(cfg.dataset).read_bytes())
-    return f"{Path(cfg.dataset).stem}-{cfg.attention}-{digest.hexdigest()[:12]}"
+    kind = Path(inspect.getfile(ATTENTIONS[cfg.attention]))  # an experiment, if it adds it
+    for code in (*CODE.values(), *([] if kind in CODE else [kind.read_bytes()])):
+        digest.update(code)
+    text = Path(cfg.dataset)
+    if text.is_file():
+        digest.update(text.read_bytes())
+    for path in sorted(text.glob("*.bin")):
+        digest.update(f"{path.name} {path.stat().st_size}".encode())
+    return f"{text.stem}-{cfg.attention}-{digest.hexdigest()[:12]}"
 
 
 def trained(cfg):
@@ -61,24 +75,59 @@ def trained(cfg):
     return json.loads(done.read_text())
 
 
-def check_seeds(seeds):
-    """Raises ValueError with one sentence if there are too few, or more than T_975 has an entry for."""
-    most = len(T_975) + 1
-    need(1 <= seeds <= most, f"seeds={seeds} must be from 1 to {most}")
+def check(cfg):
+    """Of an experiment's settings: enough seeds, not more than T_975 knows, and nothing set that would be set over.
+
+    Raises ValueError with one sentence.
+    """
+    most, own = len(T_975) + 1, type(cfg)().train
+    need(1 <= cfg.seeds <= most, f"seeds={cfg.seeds} must be from 1 to {most}")
+    for name in ("dataset", "attention", "seed", "data_seed", "out_dir", "resume", "init_from", "eval_only", "preset"):
+        value = getattr(cfg.train, name)
+        need(
+            value in (getattr(own, name), getattr(TrainConfig(), name), getattr(cfg, "dataset", None)),
+            f"train.{name}={value!r}: an experiment sets this itself, from its own settings",
+        )
 
 
-def models(base, kinds, seeds):
+def best_of(kind, base):
+    """`base`, a TrainConfig, with what experiments.tune found for this kind. Raises ValueError if it tried others."""
+    name = f"tune-{Path(base.dataset).stem}"
+    found = load(name)
+    for setting, value in found["settings"].items():
+        need(
+            setting in ("attention", "seed", "data_seed") or getattr(base, setting) == value,
+            f"{name}.json was made with {setting}={value!r}, not {getattr(base, setting)!r}: tune again, or leave out"
+            " --tuned",
+        )
+    need(kind in found["kinds"], f"{name}.json has no attention={kind!r}: tune it too, or leave out --tuned")
+    return replace(base, **found["kinds"][kind]["best"])
+
+
+def models(base, kinds, seeds, tuned=False):
     """Yields (kind, seed, model, result): of each trained run its last weights, in eval mode, and its numbers.
 
     Trains what is missing: `base`, a TrainConfig, with this kind and seed, as experiments.compare does.
     """
-    for kind in kinds:
-        replace(base, attention=kind).check()  # all of them before the first is trained
+    own = {kind: replace(best_of(kind, base) if tuned else base, attention=kind) for kind in kinds}
+    for cfg in own.values():
+        cfg.check()  # all of them before the first is trained
     for seed in seeds:
         for kind in kinds:
             print(f"\n--- {kind}, seed {seed}")
-            result = trained(replace(base, attention=kind, seed=seed, data_seed=seed))
+            result = trained(replace(own[kind], seed=seed, data_seed=seed))
             yield kind, seed, checkpoint.load_model(checkpoint.load(Path(result["out_dir"]) / "ckpt.pt")), result
+
+
+def equally_long(windows, count):
+    """(n, T) ids: the first of these validation windows, at most `count`, cut to the length that half of them have.
+
+    What fills up a short story is no text, and has no business in a measurement.
+    """
+    x, y, _ = windows
+    lengths = (y >= 0).sum(axis=1)
+    T = int(np.sort(lengths)[len(lengths) // 2])
+    return torch.from_numpy(x[lengths >= T][:count, :T])
 
 
 def shortened(cfg):
@@ -100,6 +149,25 @@ def paired(values, baseline):
     """
     mean, sd = mean_sd([a - b for a, b in zip(values, baseline)])
     return mean, sd, None if sd is None else T_975[len(values) - 2] * sd / math.sqrt(len(values))
+
+
+def pm(values, form="{:.3f}"):
+    """Mean ± standard deviation, as text; "" if a value is missing."""
+    if None in values:
+        return ""
+    mean, sd = mean_sd(values)
+    return form.format(mean) + ("" if sd is None else " ± " + form.format(sd))
+
+
+def against(values, baseline, form="{:.3f}"):
+    """The difference of pairs ± half a 95 % interval, as text, and whether that says anything."""
+    if None in (*values, *baseline):
+        return ""
+    mean, _, half = paired(values, baseline)
+    told = ("+" if mean >= 0 else "-") + form.format(abs(mean))
+    if half is None:
+        return told + " (one seed says nothing)"
+    return f"{told} ± {form.format(half)}" + " (not distinguishable)" * (abs(mean) <= half)
 
 
 def print_table(rows):
@@ -136,19 +204,30 @@ def load(name):
 
 
 def command(kind, run, name, tables, picture, description):
-    """The program of an experiment: its settings (a `kind`) from the command line; numbers, tables and a picture."""
+    """The program of an experiment: its settings (a `kind`) from the command line; numbers, tables and a picture.
+
+    With a --dataset, the settings that runs share begin with that dataset's preset.
+    """
     import tyro
 
     sys.stdout.reconfigure(errors="replace")
-    cfg = tyro.cli(kind, description=description)
+    start = time.perf_counter()
     try:
+        cfg = tyro.cli(kind, description=description)
+        if hasattr(cfg, "dataset"):
+            own = replace(TrainConfig(), **PRESETS.get(cfg.dataset, {}))
+            cfg = tyro.cli(kind, default=replace(kind(), train=own), description=description)
+            name = getattr(cfg, "name", "") or f"{name}-{Path(cfg.dataset).stem}"
         numbers = json.loads(json.dumps(run(cfg)))
     except (ValueError, OSError, FloatingPointError) as error:
         sys.exit(f"{name}: {error}")
-    name += "-quick" * cfg.quick
-    save(RESULTS / f"{name}.json", numbers)
-    picture(numbers, RESULTS / f"{name}.png")
+    name += "-tuned" * getattr(cfg, "tuned", False) + "-quick" * cfg.quick
+    minutes = round((time.perf_counter() - start) / 60, 1)  # without those of runs that were remembered
+    save(RESULTS / f"{name}.json", {"minutes": minutes, **numbers})
+    if picture:
+        picture(numbers, RESULTS / f"{name}.png")
     for rows in tables(numbers).values():
         print()
         print_table(rows)
-    print(f"\n{RESULTS / name}.json, .png")
+    print(f"\nmean ± sd over seeds {numbers['seeds']}; differences: mean of the pairs ± half a 95 % interval")
+    print(f"{RESULTS / name}.json")

@@ -11,15 +11,16 @@ classes here, in ATTENTIONS like any other kind, and nowhere in model.py.
 
 import math
 import statistics
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 import data
 import experiments
-from config import PRESETS, TrainConfig
-from experiments import mean_sd, paired, trained
+from config import TrainConfig
+from experiments import against, pm, trained
 from model import ATTENTIONS, GPT, DiffAttention, DiffAttentionV2, RMSNorm, StandardAttention, upcast
 from run_log import read_log
 
@@ -118,14 +119,14 @@ class AblationsConfig:
     first_seed: int = 0  # of these runs
     updates: int = 400  # of a run at a high learning rate
     quick: bool = False  # one seed, a quarter of the updates
-    train: TrainConfig | None = None  # what all runs share; None is the preset shakespeare
+    train: TrainConfig = field(default_factory=partial(experiments.preset, "shakespeare"))  # what all runs share
 
 
 def arms(base):
     """{name: TrainConfig}: the two versions and their baseline, then the variants."""
     for name in VARIANTS:
         ATTENTIONS.setdefault(name, VARIANTS[name])
-    wide = replace(base, n_head=base.n_head // 2, n_kv_head=base.n_kv_head // 2)
+    wide = replace(base, n_head=base.n_head // 2, n_kv_head=(base.n_kv_head + 1) // 2)
     found = {name: replace(base, attention=name) for name in ("standard", "diff", "diff_v2")}
     found |= {"standard, half the heads, twice as wide": replace(wide, attention="standard")}
     found |= {"the same, head norm": replace(wide, attention="standard_norm")}
@@ -133,14 +134,14 @@ def arms(base):
 
 
 def gradients(cfg, dataset):
-    """{"q_proj": norm, ..}: of each kind of weight at the start, the mean over layers of its gradient's norm."""
+    """{"q_proj": size, ..}: root mean square of the gradient of each projection at the start, the mean over layers."""
     model = GPT(cfg.model_config(dataset.tokenizer.vocab_size), cfg.seed)
     x, y = dataset.batch(0, cfg.batch_size, cfg.block_size, cfg.data_seed)
     model(torch.from_numpy(x), torch.from_numpy(y))[1].backward()
     norms = {}
     for name, p in model.named_parameters():
         if p.ndim == 2 and ".attn." in name and "lambda" not in name:
-            norms.setdefault(name.split(".")[-2], []).append(p.grad.norm().item())
+            norms.setdefault(name.split(".")[-2], []).append(p.grad.square().mean().sqrt().item())
     return {name: statistics.fmean(values) for name, values in norms.items()}
 
 
@@ -148,9 +149,9 @@ def spikes(cfg, updates, rates):
     """How many updates were spikes, or None where the run ended early, for each multiple of the learning rate."""
     counts = []
     for rate in rates:
-        fast = replace(cfg, learning_rate=rate * cfg.learning_rate, max_iters=updates, log_interval=1)
+        fast = replace(cfg, learning_rate=rate * cfg.learning_rate, max_iters=updates, warmup_iters=updates // 10)
         try:
-            result = trained(replace(fast, eval_interval=updates))
+            result = trained(replace(fast, log_interval=1, eval_interval=updates))
         except FloatingPointError:
             counts.append(None)
             continue
@@ -160,10 +161,10 @@ def spikes(cfg, updates, rates):
 
 
 def ablations(cfg):
-    """{"seeds", "arms": {name: {"params", "val_loss", "gradients": [of a seed], "spikes": [of RATES] of a seed}}}"""
-    experiments.check_seeds(cfg.seeds)
-    shared = cfg.train or replace(TrainConfig(), **PRESETS["shakespeare"])
-    cfg = experiments.shortened(replace(cfg, train=shared))
+    """{"train", "seeds", "arms": {name: {"val_loss", "gradients": [of a seed], "spikes": [of RATES] of a seed}}}"""
+    experiments.check(cfg)
+    cfg = experiments.shortened(cfg)
+    shared = cfg.train
     seeds, found = range(cfg.first_seed, cfg.first_seed + cfg.seeds), {}
     text = data.load(shared.dataset, shared.tokenizer, shared.bpe_vocab_size, shared.difficulty())
     for name, arm in arms(cfg.train).items():
@@ -183,7 +184,7 @@ def ablations(cfg):
             if name in ("standard", "diff", "diff_no_norm", "diff_v2"):
                 updates = max(2, cfg.updates // (4 if cfg.quick else 1))
                 found[name]["spikes"].append(spikes(arm, updates, RATES))
-    return {"settings": vars(cfg.train), "seeds": list(seeds), "arms": found}
+    return {"train": asdict(cfg.train), "seeds": list(seeds), "arms": found}
 
 
 def tables(numbers):
@@ -197,10 +198,9 @@ def tables(numbers):
         if None in arm["val_loss"]:
             losses.append([name, f"diverged ({arm['val_loss'].count(None)} of {len(numbers['seeds'])})", "", ""])
         else:
-            mean, sd = mean_sd(arm["val_loss"])
-            row = [name, f"{mean:.4f}" + ("" if sd is None else f" ± {sd:.4f}")]
+            row = [name, pm(arm["val_loss"], "{:.4f}")]
             for other in (baselines[name] if name.startswith("diff") else "", "standard"):
-                row.append("" if other in ("", name) else against(arm["val_loss"], found[other]["val_loss"]))
+                row.append("" if other in ("", name) else against(arm["val_loss"], found[other]["val_loss"], "{:.4f}"))
             losses.append(row)
         ratios = [
             statistics.geometric_mean(g[p] / s[p] for g, s in zip(arm["gradients"], found["standard"]["gradients"]))
@@ -212,15 +212,6 @@ def tables(numbers):
                 [name, *(", ".join("diverged" if n is None else str(n) for n in c) for c in zip(*arm["spikes"]))]
             )
     return {"losses": losses, "gradients": slopes, "spikes": fast}
-
-
-def against(losses, others):
-    if None in others:
-        return ""
-    mean, _, half = paired(losses, others)
-    if half is None:
-        return f"{mean:+.4f}"
-    return f"{mean:+.4f} ± {half:.4f}" + " (not distinguishable)" * (abs(mean) <= half)
 
 
 def picture(numbers, path):

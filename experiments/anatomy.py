@@ -6,11 +6,14 @@
 Effective rank is the exponential of the entropy of the normalised singular values; entropy is that of a row over the
 tokens it may look at. Heads of a layer are held against each other by the cosine of their maps (the weights on V) and
 by linear CKA of their outputs; a head's importance is what the loss rises by without it, and its spread the standard
-deviation over the mean. The learned lambda is also scaled, to see whether the loss would rather have another.
+deviation over the mean, of the heads of a layer. Maps without negative weights are alike to begin with, and wide
+outputs more than narrow ones: cosine and CKA of kinds are to be compared with that in mind. The learned lambda is also
+scaled, to see whether the loss would rather have another.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 
@@ -18,9 +21,9 @@ import torch
 
 import data
 import experiments
-from config import PRESETS, TrainConfig, need
+from config import TrainConfig, need
 from evaluate import evaluate
-from experiments import mean_sd
+from experiments import mean_sd, pm
 from model import ATTENTIONS
 from run_log import read_log
 
@@ -39,8 +42,9 @@ class AnatomyConfig:
     seeds: int = 5  # models of each kind
     first_seed: int = 0  # of these models
     windows: int = 8  # of the validation text, to look at maps; losses are of all of the run's
+    tuned: bool = False  # each kind's own learning rate and initial scale, from tune-DATASET.json
     quick: bool = False  # one seed, a quarter of the updates
-    train: TrainConfig | None = None  # of the models; None is the dataset's preset
+    train: TrainConfig = field(default_factory=partial(experiments.preset, "shakespeare"))  # of the models
 
 
 def effective_rank(A):
@@ -96,16 +100,23 @@ def looking(model, idx):
 
 
 def importances(model, loss):
-    """What the loss rises by without a head, for each head of each layer."""
+    """What the loss rises by without a head: for each layer a list with its heads."""
     complete, rises = loss(), []
     for block in model.blocks:
         finish, heads = block.attn.finish, block.attn.out_proj.in_features // (block.attn.value_factor * block.attn.D)
+        rises.append([])
         for head in range(heads):
             keep = (torch.arange(heads) != head).float()[:, None, None]
             block.attn.finish = lambda y, finish=finish, keep=keep: finish(y) * keep
-            rises.append(loss() - complete)
+            rises[-1].append(loss() - complete)
             del block.attn.finish
     return rises
+
+
+def uneven(rises):
+    """Standard deviation over mean; None where there is one head alone, or no importance in all."""
+    mean, sd = mean_sd(rises)
+    return None if sd is None or mean <= 0 else sd / mean
 
 
 def scaled(model, loss, scale):
@@ -121,14 +132,14 @@ def scaled(model, loss, scale):
 
 def anatomy(cfg):
     """{"settings", "seeds", "kinds": {kind: {number: [a seed's mean over layers], "layers", "lambdas", "scaled"}}}"""
-    experiments.check_seeds(cfg.seeds)
+    experiments.check(cfg)
     need(cfg.windows >= 1, f"windows={cfg.windows} must be at least 1")
-    train = cfg.train or replace(TrainConfig(), **PRESETS.get(cfg.dataset, {}))
-    cfg = experiments.shortened(replace(cfg, train=replace(train, dataset=cfg.dataset)))
+    cfg = experiments.shortened(replace(cfg, train=replace(cfg.train, dataset=cfg.dataset)))
+    train = cfg.train
     text = data.load(cfg.dataset, train.tokenizer, train.bpe_vocab_size, train.difficulty())
     windows = text.val_windows(train.eval_windows, train.block_size)
     seeds, kinds = range(cfg.first_seed, cfg.first_seed + cfg.seeds), {}
-    for kind, _, model, result in experiments.models(cfg.train, cfg.kinds, seeds):
+    for kind, _, model, result in experiments.models(train, cfg.kinds, seeds, cfg.tuned):
 
         def loss(model=model):
             value = evaluate(model, windows, train.batch_size, torch.device("cpu"))[0]
@@ -136,24 +147,17 @@ def anatomy(cfg):
             return value
 
         k = kinds.setdefault(kind, {"layers": [], "lambdas": [], "scaled": [], **{name: [] for name in NUMBERS}})
-        layers, rises = looking(model, torch.from_numpy(windows[0][: cfg.windows])), importances(model, loss)
+        layers, rises = looking(model, experiments.equally_long(windows, cfg.windows)), importances(model, loss)
         for name in NUMBERS:
             values = [layer[name] for layer in layers if layer.get(name) is not None]
             k[name].append(sum(values) / len(values) if values else None)
-        mean, sd = mean_sd(rises)
-        k["spread"][-1] = sd / mean
+        spreads = list(map(uneven, rises))
+        k["spread"][-1] = None if None in spreads else sum(spreads) / len(spreads)
         k["layers"].append(layers)
         log = [line for line in read_log(Path(result["out_dir"])) if "lambdas" in line]
         k["lambdas"].append([[line["step"], line["lambdas"]] for line in log])
         k["scaled"].append([scaled(model, loss, scale) for scale in SCALES] if log[-1]["lambdas"] else None)
-    return {"settings": {"dataset": cfg.dataset, "windows": cfg.windows}, "seeds": list(seeds), "kinds": kinds}
-
-
-def pm(values, form="{:.2f}"):
-    if None in values:
-        return ""
-    mean, sd = mean_sd(values)
-    return form.format(mean) + ("" if sd is None else " ± " + form.format(sd))
+    return {"settings": {"windows": cfg.windows}, "train": asdict(cfg.train), "seeds": list(seeds), "kinds": kinds}
 
 
 def tables(numbers):
@@ -162,12 +166,12 @@ def tables(numbers):
     scales = [["loss, lambda times", *(f"{scale:g}" for scale in SCALES)]]
     lambdas = None
     for kind, k in numbers["kinds"].items():
-        maps.append([kind, *(pm(k[name]) for name in NUMBERS)])
+        maps.append([kind, *(pm(k[name], "{:.2f}") for name in NUMBERS)])
         if None not in k["scaled"]:
             scales.append([kind, *(pm([losses[i] for losses in k["scaled"]], "{:.4f}") for i in range(len(SCALES)))])
             last = [run[-1][1] for run in k["lambdas"]]
             lambdas = lambdas or [["lambda at the end", *(f"layer {i}" for i in range(len(last[0])))]]
-            lambdas.append([kind, *(pm(layer) for layer in zip(*last))])
+            lambdas.append([kind, *(pm(layer, "{:.2f}") for layer in zip(*last))])
     return {"maps": maps} | ({"scaled": scales, "lambdas": lambdas} if lambdas else {})
 
 

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import experiments
-from config import PRESETS, TrainConfig, need
-from experiments import mean_sd, paired, print_table, trained
-from experiments.tune import TUNED, best_of
+from config import TrainConfig
+from experiments import TUNED, against, best_of, mean_sd, paired, pm, trained
 from model import ATTENTIONS
 
 
@@ -33,13 +32,7 @@ class CompareConfig:
 
 def compare(cfg):
     """Trains what is missing. Returns {"settings", "kinds": {kind: {"params", "runs", ...}}}, plain types."""
-    experiments.check_seeds(cfg.seeds)
-    for name in ("dataset", "attention", "seed", "data_seed", "out_dir", "resume", "init_from", "eval_only", "preset"):
-        value, unset = getattr(cfg.train, name), getattr(TrainConfig(), name)
-        need(
-            value in (unset, cfg.dataset),
-            f"train.{name}={value!r}: the comparison sets this itself, from --dataset, --kinds and --seeds",
-        )
+    experiments.check(cfg)
     seeds = range(cfg.first_seed, cfg.first_seed + (1 if cfg.quick else cfg.seeds))
     base = replace(cfg.train, dataset=cfg.dataset)
     own = {kind: replace(best_of(kind, base) if cfg.tuned else base, attention=kind) for kind in cfg.kinds}
@@ -81,16 +74,17 @@ def reached(history, loss):
     return None
 
 
+def share(run, baseline):
+    """The updates that a run takes to the last loss of the baseline's, for each that the baseline takes; or None."""
+    update, theirs = (reached(history, baseline[-1][1]) for history in (run, baseline))
+    return None if update is None or theirs is None else update / theirs
+
+
 def sooner(runs, baseline):
-    """The share of its updates that a kind takes to the baseline's last loss, seed by seed: "93% ± 2%"."""
-    shares = []
-    for run, other in zip(runs, baseline):
-        if (update := reached(run, other[-1][1])) is not None:
-            shares.append(update / run[-1][0])
-    if len(shares) < len(runs):
-        return f"{len(shares)} of {len(runs)} get there"
-    mean, sd = mean_sd(shares)
-    return f"{mean:.0%}" + (f" ± {sd:.0%}" if sd is not None else "")
+    """The same, pair by pair, as text."""
+    shares = [share(run, other) for run, other in zip(runs, baseline)]
+    there = [s for s in shares if s is not None]
+    return pm(shares, "{:.0%}") if len(there) == len(runs) else f"{len(there)} of {len(runs)} get there"
 
 
 def table(numbers):
@@ -101,14 +95,12 @@ def table(numbers):
     beside = [f"difference to {baseline}", "updates to its loss"] * (len(kinds) > 1)
     rows = [columns + beside + ["answers right", "half right at"] * asks]
     for kind, k in kinds.items():
-        (mean, sd), (diff, _, half) = k["mean_sd"], k["difference"]
-        row = [kind, f"{k['params']:,}", str(len(k["val_loss"]))]
-        row.append(f"{mean:.4f}" if sd is None else f"{mean:.4f} ± {sd:.4f}")
-        verdict = "one seed says nothing" if half is None else f"{diff:+.4f} ± {half:.4f}"
-        if half is not None and abs(diff) <= half:
-            verdict += " (not distinguishable)"
-        if len(kinds) > 1:
-            row += ["", ""] if kind == baseline else [verdict, sooner(k["history"], kinds[baseline]["history"])]
+        row = [kind, f"{k['params']:,}", str(len(k["val_loss"])), pm(k["val_loss"], "{:.4f}")]
+        if kind != baseline:
+            row.append(against(k["val_loss"], kinds[baseline]["val_loss"], "{:.4f}"))
+            row.append(sooner(k["history"], kinds[baseline]["history"]))
+        elif len(kinds) > 1:
+            row += ["", ""]
         if asks:
             row.append(", ".join(f"{a:.0%}" if a in (0, 1) else f"{a:.1%}" for a in k["answers"]))
             row.append(", ".join(map(str, (half_right(run) for run in k["history"]))))
@@ -135,24 +127,7 @@ def picture(numbers, path):
 
 
 def main():
-    import sys
-
-    import tyro
-
-    sys.stdout.reconfigure(errors="replace")
-    try:
-        first = tyro.cli(CompareConfig, description=__doc__)
-        default = replace(CompareConfig(), train=replace(TrainConfig(), **PRESETS.get(first.dataset, {})))
-        cfg = tyro.cli(CompareConfig, default=default, description=__doc__)
-        numbers = compare(cfg)
-    except (ValueError, OSError, FloatingPointError) as error:
-        sys.exit(f"compare: {error}")
-    name = cfg.name or f"compare-{Path(cfg.dataset).stem}" + "-tuned" * cfg.tuned + "-quick" * cfg.quick
-    experiments.save(experiments.RESULTS / f"{name}.json", numbers)
-    picture(numbers, experiments.RESULTS / f"{name}.png")
-    print(f"\nmean ± sd over seeds; difference: mean of the pairs ± half a 95 % interval ({name}.json, {name}.png)")
-    print("updates to its loss: the share of its own that a kind takes to the last loss of the first, pair by pair\n")
-    print_table(table(numbers))
+    experiments.command(CompareConfig, compare, "compare", lambda numbers: {"": table(numbers)}, picture, __doc__)
 
 
 if __name__ == "__main__":

@@ -6,13 +6,16 @@
 The paper's many-shot classification and its robustness to the order of examples (section 3.5). A word belongs to one
 of a few classes, always; which label a class has is new in every text: "owl red. saw blue. hen red. .." A model must
 learn the classes from its training and the labels from the examples before. For the order, the same examples stand in
-many orders, at random or class by class: the spread is the accuracy of the best order minus that of the worst.
+many orders, at random or class by class, before the same questions: the spread is the accuracy of the best order minus
+that of the worst, the mean over sets of examples.
 """
 
 import hashlib
 import json
 import random
-from dataclasses import asdict, dataclass, replace
+import statistics
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -21,7 +24,7 @@ import checkpoint
 import experiments
 from config import TrainConfig, need
 from data import tokenizers
-from experiments import mean_sd, paired
+from experiments import against, pm
 from model import ATTENTIONS
 
 CLASSES = {
@@ -32,6 +35,7 @@ CLASSES = {
 }
 LABELS = "red blue grey gold pink teal lime rust".split()
 ITEMS = [(word, name) for name, members in CLASSES.items() for word in members]
+SORTS = ("random", "by class")  # of orders
 SHOTS = (0, 1, 2, 4, 8, 16, 31)  # examples before the one that is scored
 
 
@@ -41,11 +45,12 @@ class IclConfig:
     seeds: int = 3  # models of each kind
     first_seed: int = 0  # of these models
     texts: int = 50000  # to train on
-    questions: int = 200  # to ask
-    examples: int = 8  # whose order is changed, equally many of each class
-    orders: int = 10  # of them, of each sort
+    texts_asked: int = 200  # in which every label is asked for
+    examples: int = 8  # of a set whose order is changed, equally many of each class
+    sets: int = 10  # of examples, each with labels of its own; of each set, all other words are asked for
+    orders: int = 10  # of each set, of each sort
     quick: bool = False  # one seed, a quarter of the updates
-    train: TrainConfig | None = None  # of the models; None is the quick start's, 2,000 updates
+    train: TrainConfig = field(default_factory=partial(TrainConfig, max_iters=2000))  # of the models
 
 
 def episode(draw, shots):
@@ -96,57 +101,50 @@ def by_shots(model, words, questions):
     return found[:, list(SHOTS)].mean(axis=0).tolist()
 
 
-def by_order(model, words, questions, examples, orders):
-    """{"random": (best, worst, mean), "by class": ..}: accuracies over orders, each the same for all questions."""
-    draw = random.Random(4)
-    each, asked = examples // len(CLASSES), []
-    for _ in range(questions):
+def by_order(model, words, sets, examples, orders):
+    """{"random": [(best, worst, mean) of a set], "by class": ..}: accuracies of orders, on the same questions."""
+    draw, each = random.Random(4), examples // len(CLASSES)
+    found = {sort: [] for sort in SORTS}
+    for _ in range(sets):
         labels = dict(zip(CLASSES, draw.sample(LABELS, len(CLASSES))))
-        shown = [(word, labels[name]) for name, members in CLASSES.items() for word in draw.sample(members, each)]
-        taken = {word for word, _ in shown}
-        word, name = draw.choice([item for item in ITEMS if item[0] not in taken])
-        asked.append((shown, (word, labels[name])))
-    found = {}
-    for sort in ("random", "by class"):
-        accuracies = []
-        for _ in range(orders):
-            places = list(range(each * len(CLASSES)))
-            if sort == "random":
-                draw.shuffle(places)
-            else:
-                blocks = [places[i : i + each] for i in range(0, len(places), each)]
-                draw.shuffle(blocks)
-                places = [place for block in blocks for place in block]
-            texts = [[*(shown[place] for place in places), question] for shown, question in asked]
-            accuracies.append(float(right(model, words, texts)[:, -1].mean()))
-        found[sort] = (max(accuracies), min(accuracies), sum(accuracies) / orders)
+        shown = {name: [(word, labels[name]) for word in draw.sample(m, each)] for name, m in CLASSES.items()}
+        flat = [example for of_class in shown.values() for example in of_class]
+        asked = [(word, labels[name]) for word, name in ITEMS if (word, labels[name]) not in flat]
+        for sort, accuracies in found.items():
+            of_orders = []
+            for _ in range(orders):
+                order = draw.sample(flat, len(flat))
+                if sort == "by class":
+                    order = [example for name in draw.sample(list(shown), len(shown)) for example in shown[name]]
+                of_orders.append(float(right(model, words, [[*order, question] for question in asked])[:, -1].mean()))
+            accuracies.append((max(of_orders), min(of_orders), sum(of_orders) / orders))
     return found
 
 
 def icl(cfg):
     """{"settings", "seeds", "kinds": {kind: {"shots": [a seed's], "orders": [a seed's]}}}"""
-    experiments.check_seeds(cfg.seeds)
-    need(cfg.questions >= 1 and cfg.orders >= 1, f"questions={cfg.questions}, orders={cfg.orders}: at least 1 of each")
+    experiments.check(cfg)
+    for name in ("texts", "texts_asked", "sets", "orders"):
+        need(getattr(cfg, name) >= 1, f"{name}={getattr(cfg, name)} must be at least 1")
     most, unit = min(map(len, CLASSES.values())) - 1, len(CLASSES)
     need(
         cfg.examples % unit == 0 and unit <= cfg.examples <= unit * most,
         f"examples={cfg.examples} must be a multiple of {unit}, up to {unit * most}: use {2 * unit}",
     )
     words, folder = tokenizer(), prepare(cfg.texts)
-    shared = cfg.train or replace(TrainConfig(), max_iters=2000)
-    shared = replace(shared, dataset=str(folder), block_size=3 * (SHOTS[-1] + 1) + 1)
+    shared = replace(cfg.train, dataset=str(folder), block_size=3 * (SHOTS[-1] + 1) + 1)
     cfg = experiments.shortened(replace(cfg, train=shared))
     seeds, kinds = range(cfg.first_seed, cfg.first_seed + cfg.seeds), {}
     for kind, _, model, result in experiments.models(cfg.train, cfg.kinds, seeds):
         k = kinds.setdefault(kind, {"shots": [], "orders": [], "val_loss": []})
-        k["shots"].append(by_shots(model, words, cfg.questions))
-        k["orders"].append(by_order(model, words, cfg.questions, cfg.examples, cfg.orders))
+        k["shots"].append(by_shots(model, words, cfg.texts_asked))
+        k["orders"].append(by_order(model, words, cfg.sets, cfg.examples, cfg.orders))
         k["val_loss"].append(result["val_loss"])
-    return {"settings": asdict(cfg.train), "examples": cfg.examples, "seeds": list(seeds), "kinds": kinds}
+    return {"train": asdict(cfg.train), "examples": cfg.examples, "seeds": list(seeds), "kinds": kinds}
 
 
 def at_best(shots):
-    """The share of right labels of a model that knows what examples tell, and else guesses among the other labels."""
+    """The share of right labels of a model that knows what examples tell, and else guesses among other labels."""
     others = len(CLASSES) - 1
     shown = [1.0] + [0.0] * others  # the chance of k labels, if the class in question is not among the examples
     for _ in range(shots):
@@ -159,21 +157,21 @@ def at_best(shots):
 def tables(numbers):
     """{name: rows} of what the terminal and the README show."""
     shots = [["right after so many examples", *map(str, SHOTS)], ["at best", *(f"{at_best(s):.0%}" for s in SHOTS)]]
-    orders = [["best minus worst order", "at random", "by class", "mean accuracy", "at random, against the first kind"]]
-    baseline = None
+    orders = [["best minus worst order", "at random", "difference", "by class", "difference", "mean accuracy"]]
+    spreads = {kind: {s: [spread(o[s]) for o in k["orders"]] for s in SORTS} for kind, k in numbers["kinds"].items()}
+    baseline = next(iter(spreads))
     for kind, k in numbers["kinds"].items():
-        shots.append([kind, *(pm(values) for values in zip(*k["shots"]))])
-        spread = {sort: [best - worst for best, worst, _ in (o[sort] for o in k["orders"])] for sort in k["orders"][0]}
-        baseline = baseline or spread["random"]
-        difference, _, half = paired(spread["random"], baseline)
-        against = "" if baseline is spread["random"] else f"{difference:+.1%}" + (f" ± {half:.1%}" if half else "")
-        orders.append([kind, *map(pm, spread.values()), pm([o["random"][2] for o in k["orders"]]), against])
+        shots.append([kind, *(pm(values, "{:.1%}") for values in zip(*k["shots"]))])
+        row = [kind]
+        for sort in SORTS:
+            row.append(pm(spreads[kind][sort], "{:.1%}"))
+            row.append("" if kind == baseline else against(spreads[kind][sort], spreads[baseline][sort], "{:.1%}"))
+        orders.append([*row, pm([statistics.fmean(mean for *_, mean in o["random"]) for o in k["orders"]], "{:.1%}")])
     return {"shots": shots, "orders": orders}
 
 
-def pm(values):
-    mean, sd = mean_sd(values)
-    return f"{mean:.1%}" + ("" if sd is None else f" ± {sd:.1%}")
+def spread(of_sets):
+    return statistics.fmean(best - worst for best, worst, _ in of_sets)
 
 
 def picture(numbers, path):

@@ -5,10 +5,11 @@
 
 The paper's table of activation outliers and its figure of quantised attention (section 3.7). Logits are those of all
 maps, q . k / sqrt(D), where the mask lets through; hidden states are what the layers put out. Quantising is symmetric
-and dynamic, by the largest logit of a map (one scale for each text, head and map); with all 32 bits nothing changes.
+and dynamic, by the largest logit of a row (one scale for each token that looks, head and map); with all 32 bits nothing
+changes. `diff_v2` has twice as many logits as the others, so its hundredth is of more.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ import data
 import experiments
 from config import TrainConfig, need
 from evaluate import evaluate
-from experiments import mean_sd
+from experiments import against, pm
 from model import ATTENTIONS, rope_table, shared
 
 BITS = (None, 8, 6, 4)
@@ -30,6 +31,7 @@ class OutliersConfig:
     seeds: int = 5  # models of each kind
     first_seed: int = 0  # of these models
     windows: int = 20  # of the validation text, for the largest values; losses are of all of the run's
+    tuned: bool = False  # each kind's own learning rate and initial scale, from tune-stories.json
     quick: bool = False  # one seed, a quarter of the updates
     train: TrainConfig = field(default_factory=TrainConfig)  # of the models
 
@@ -45,10 +47,10 @@ def seen(logits):
 
 
 def rounded(logits, bits):
-    """To whole multiples of a step, the largest logit of a map that the mask lets through being 2^(bits - 1) - 1."""
+    """To whole multiples of a step, the largest logit of a row that the mask lets through being 2^(bits - 1) - 1."""
     if bits is None:
         return logits
-    step = (logits * seen(logits)).abs().amax(dim=(-2, -1), keepdim=True) / (2 ** (bits - 1) - 1)
+    step = (logits * seen(logits)).abs().amax(dim=-1, keepdim=True) / (2 ** (bits - 1) - 1)
     return torch.where(step > 0, (logits / step).round() * step, logits)
 
 
@@ -91,38 +93,42 @@ def largest(model, idx):
 
 def outliers(cfg):
     """{"settings", "seeds", "kinds": {kind: {"largest": [a seed's], "bits": [a seed's [loss, answers] for BITS]}}}"""
-    experiments.check_seeds(cfg.seeds)
+    experiments.check(cfg)
     need(cfg.windows >= 1, f"windows={cfg.windows} must be at least 1")
     cfg = experiments.shortened(cfg)
     text = data.load("stories", difficulty=cfg.train.difficulty())
     windows = text.val_windows(cfg.train.eval_windows, cfg.train.block_size)
     seeds, kinds = range(cfg.first_seed, cfg.first_seed + cfg.seeds), {}
-    for kind, _, model, _ in experiments.models(replace(cfg.train, dataset="stories"), cfg.kinds, seeds):
+    for kind, _, model, _ in experiments.models(replace(cfg.train, dataset="stories"), cfg.kinds, seeds, cfg.tuned):
         k = kinds.setdefault(kind, {"largest": [], "bits": []})
-        k["largest"].append(largest(model, torch.from_numpy(windows[0][: cfg.windows])))
+        k["largest"].append(largest(model, experiments.equally_long(windows, cfg.windows)))
         losses = []
         for bits in BITS:
             for block in model.blocks:
                 block.attn.attend = attend_with(bits)
             losses.append(evaluate(model, windows, cfg.train.batch_size, torch.device("cpu")))
         k["bits"].append(losses)
-    return {"settings": {"windows": cfg.windows}, "seeds": list(seeds), "kinds": kinds}
-
-
-def pm(values, form):
-    mean, sd = mean_sd(values)
-    return form.format(mean) + ("" if sd is None else " ± " + form.format(sd))
+    return {"settings": {"windows": cfg.windows}, "train": asdict(cfg.train), "seeds": list(seeds), "kinds": kinds}
 
 
 def tables(numbers):
     """{name: rows} of what the terminal and the README show."""
-    top, few = [["absolute value", "of", *TOP]], [["attention", *(f"loss, {b or 32} bits" for b in BITS)]]
-    few[0] += [f"answers, {b or 32} bits" for b in BITS]
-    for kind, k in numbers["kinds"].items():
-        for what in ("logits", "hidden states"):
-            top.append([what, kind, *(pm([one[what][place] for one in k["largest"]], "{:.2f}") for place in TOP)])
-        columns = np.array(k["bits"], dtype=float).transpose(2, 1, 0).tolist()  # loss or answers, bits, seeds
-        few.append([kind, *(pm(c, "{:.4f}") for c in columns[0]), *(pm(c, "{:.0%}") for c in columns[1])])
+    kinds = numbers["kinds"]
+    baseline = next(iter(kinds))
+    top = [["absolute value", "of", *TOP, f"1st, against {baseline}"]]
+    few = [["attention", *(f"loss, {b or 32} bits" for b in BITS), *(f"answers, {b or 32} bits" for b in BITS)]]
+    few[0].append(f"rise with {BITS[-1]} bits, against {baseline}")
+    for what in ("logits", "hidden states"):
+        for kind, k in kinds.items():
+            sizes, theirs = ([one[what] for one in found["largest"]] for found in (k, kinds[baseline]))
+            row = [what, kind, *(pm([one[place] for one in sizes], "{:.2f}") for place in TOP)]
+            first = [[one["1st"] for one in found] for found in (sizes, theirs)]
+            top.append([*row, "" if kind == baseline else against(*first, "{:.2f}")])
+    rises = {kind: [losses[-1][0] - losses[0][0] for losses in k["bits"]] for kind, k in kinds.items()}
+    for kind, k in kinds.items():
+        losses, answers = np.array(k["bits"], dtype=float).transpose(2, 1, 0).tolist()  # bits, seeds
+        row = [kind, *(pm(values, "{:.4f}") for values in losses), *(pm(values, "{:.0%}") for values in answers)]
+        few.append([*row, "" if kind == baseline else against(rises[kind], rises[baseline], "{:.4f}")])
     return {"largest": top, "bits": few}
 
 

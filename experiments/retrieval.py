@@ -10,7 +10,7 @@ row that must find the answer: their signed sums over the parts of the text add 
 """
 
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ import torch
 import experiments
 from config import TrainConfig, need
 from data import stories, tokenizers
-from experiments import mean_sd, paired
+from experiments import against, pm
 from model import ATTENTIONS
 
 FACTS = (2, 4, 8, 12)
@@ -35,6 +35,7 @@ class RetrievalConfig:
     first_seed: int = 0  # of these models
     questions: int = 6  # in a row, at most; never more than there are facts
     texts: int = 40  # of each cell of the grid
+    tuned: bool = False  # each kind's own learning rate and initial scale, from tune-stories.json
     quick: bool = False  # one seed, a quarter of the updates, an eighth of the texts
     train: TrainConfig = field(default_factory=TrainConfig)  # of the models
 
@@ -98,19 +99,24 @@ def ask(model, tokenizer, facts, sentences, depth, questions, texts):
 
 def retrieval(cfg):
     """{"settings", "seeds", "kinds": {kind: [the cells of a seed's model, ..]}}"""
-    experiments.check_seeds(cfg.seeds)
+    experiments.check(cfg)
     need(cfg.questions >= 1 and cfg.texts >= 1, f"questions={cfg.questions}, texts={cfg.texts}: at least 1 of each")
+    settings = {"questions": cfg.questions, "texts": cfg.texts, "trained_on": cfg.train.block_size}
+    need(
+        short({"settings": settings}),
+        f"questions={cfg.questions}: with the shortest text they are longer than the {cfg.train.block_size} tokens that"
+        " the models are trained on, ask fewer",
+    )
     tokenizer = tokenizers.BPETokenizer.of_words(stories.VOCABULARY)
     cfg = experiments.shortened(cfg)
-    texts = max(1, cfg.texts // 8) if cfg.quick else cfg.texts
+    settings["texts"] = texts = max(1, cfg.texts // 8) if cfg.quick else cfg.texts
     seeds, kinds = range(cfg.first_seed, cfg.first_seed + cfg.seeds), {kind: [] for kind in cfg.kinds}
-    for kind, _, model, _ in experiments.models(replace(cfg.train, dataset="stories"), cfg.kinds, seeds):
+    for kind, _, model, _ in experiments.models(replace(cfg.train, dataset="stories"), cfg.kinds, seeds, cfg.tuned):
         kinds[kind].append([
             ask(model, tokenizer, facts, sentences, depth, cfg.questions, texts)
             for facts in FACTS for sentences in SENTENCES for depth in DEPTHS
         ])  # fmt: skip
-    settings = {"questions": cfg.questions, "texts": texts, "trained_on": cfg.train.block_size}
-    return {"settings": settings, "seeds": list(seeds), "kinds": kinds}
+    return {"settings": settings, "train": asdict(cfg.train), "seeds": list(seeds), "kinds": kinds}
 
 
 def mean(cells, what, **where):
@@ -125,30 +131,29 @@ def short(numbers):
     return tuple(sentences for sentences in SENTENCES if 4 * sentences + 1 <= room)
 
 
-def pm(values):
-    average, sd = mean_sd(values)
-    return f"{average:.0%}" + ("" if sd is None else f" ± {sd:.0%}")
-
-
 def tables(numbers):
     """{name: rows} of what the terminal and the README show."""
-    within, seen = short(numbers), {}
+    within, kinds, seen = short(numbers), numbers["kinds"], {}
+    baseline = next(iter(kinds))
     for axis, values in {"facts": FACTS, "sentences": SENTENCES, "depth": DEPTHS}.items():
-        rows = [["answers right", *(f"{axis} {v:g}" for v in values)]]
-        for kind, models in numbers["kinds"].items():
-            where = {} if axis == "sentences" else {"sentences": within}
-            what = "first" if axis == "depth" else "all"
-            rows.append([kind, *(pm([mean(cells, what, **where, **{axis: v}) for cells in models]) for v in values)])
+        rows = [["answers right", *(f"{axis} {v:g}" for v in values), f"mean, against {baseline}"]]
+        where = {} if axis == "sentences" else {"sentences": within}
+        what = "first" if axis == "depth" else "all"
+        means = {kind: [mean(cells, what, **where) for cells in models] for kind, models in kinds.items()}
+        for kind, models in kinds.items():
+            cells = [pm([mean(c, what, **where, **{axis: v}) for c in models], "{:.0%}") for v in values]
+            rows.append([kind, *cells, "" if kind == baseline else against(means[kind], means[baseline], "{:.1%}")])
         seen[axis] = rows
-    baseline = next(iter(numbers["kinds"]))
-    rows = [["weight on", *PARTS, "row sum", f"answer, against {baseline}"]]
-    falls = {k: [mean(c, "shares", sentences=within).mean(axis=0) for c in m] for k, m in numbers["kinds"].items()}
-    for kind, models in falls.items():
-        signed, absolute = np.mean(models, axis=0)
-        difference, _, half = paired([m[1][0] for m in models], [m[1][0] for m in falls[baseline]])
-        against = "" if kind == baseline else f"{difference:+.3f}" + (f" ± {half:.3f}" if half is not None else "")
-        rows.append([kind, *(f"{w:.3f}" for w in signed), f"{signed.sum():.3f}", ""])
-        rows.append([f"{kind}, share of absolute weight", *(f"{w:.3f}" for w in absolute), "", against])
+    rows = [["weight on", *PARTS, "row sum", f"answer, against {baseline}", "noise"]]
+    falls = {k: np.array([mean(c, "shares", sentences=within).mean(axis=0) for c in m]) for k, m in kinds.items()}
+    for kind, of_seeds in falls.items():
+        for i, name in enumerate((kind, f"{kind}, share of absolute weight")):
+            row = [name, *(pm(values.tolist()) for values in of_seeds[:, i].T)]
+            row.append(pm(of_seeds[:, i].sum(axis=-1).tolist()))
+            for part in ("answer", "noise"):
+                ours, theirs = (f[:, i, PARTS.index(part)].tolist() for f in (of_seeds, falls[baseline]))
+                row.append("" if kind == baseline else against(ours, theirs))
+            rows.append(row)
     return {**seen, "weight": rows}
 
 

@@ -6,17 +6,18 @@
 The paper's first figure at a hundred thousandth of the parameters, on the text and with the steps of the preset
 shakespeare. For each seed a line loss = a - b log(parameters) is drawn through the baseline; where another kind's loss
 at a size lies on it says how many parameters the baseline needs for that. Five sizes within a factor of sixteen do not
-say where the lines go beyond them: the fit is a ruler here, no law.
+say where the lines go beyond them: the fit is a ruler here, no law. All sizes share one learning rate and init_std.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
 import experiments
-from config import PRESETS, TrainConfig, need
-from experiments import mean_sd, paired
+from config import TrainConfig, need
+from experiments import paired, pm
 from model import ATTENTIONS
 
 
@@ -27,15 +28,14 @@ class ScalingConfig:
     seeds: int = 3  # runs of each
     first_seed: int = 0  # of these runs
     quick: bool = False  # one seed, a quarter of the updates
-    train: TrainConfig | None = None  # what all runs share; None is the preset shakespeare
+    train: TrainConfig = field(default_factory=partial(experiments.preset, "shakespeare"))  # what all runs share
 
 
 def scaling(cfg):
-    """{"settings", "seeds", "widths", "kinds": {kind: {"params": [a width's], "val_loss": [[a width's] of a seed]}}}"""
-    experiments.check_seeds(cfg.seeds)
+    """{"train", "seeds", "widths", "kinds": {kind: {"params": [a width's], "val_loss": [[a width's] of a seed]}}}"""
+    experiments.check(cfg)
     need(len(set(cfg.widths)) > 2, f"widths={cfg.widths}: a line through losses needs at least 3 different ones")
-    shared = cfg.train or replace(TrainConfig(), **PRESETS["shakespeare"])
-    cfg = experiments.shortened(replace(cfg, train=shared))
+    cfg = experiments.shortened(cfg)
     seeds = range(cfg.first_seed, cfg.first_seed + cfg.seeds)
     kinds = {kind: {"params": [], "val_loss": [[] for _ in seeds]} for kind in cfg.kinds}
     bases = [replace(cfg.train, n_embd=width, n_head=2 * max(1, width // 32)) for width in cfg.widths]
@@ -46,7 +46,7 @@ def scaling(cfg):
         for kind, seed, _, result in experiments.models(base, cfg.kinds, seeds):
             kinds[kind]["val_loss"][seed - cfg.first_seed].append(result["val_loss"])
             kinds[kind]["params"] += [result["params"]] * (seed == cfg.first_seed)
-    return {"settings": vars(cfg.train), "seeds": list(seeds), "widths": list(cfg.widths), "kinds": kinds}
+    return {"train": asdict(cfg.train), "seeds": list(seeds), "widths": list(cfg.widths), "kinds": kinds}
 
 
 def line(params, losses):
@@ -74,11 +74,9 @@ def tables(numbers):
     ]
     baseline, equal = next(iter(numbers["kinds"])), [["parameters for equal loss", "of the baseline's"]]
     for kind, k in numbers["kinds"].items():
-        columns = [mean_sd(losses) for losses in zip(*k["val_loss"])]
         fits = [line(k["params"], losses) for losses in k["val_loss"]]
-        falls, _ = mean_sd([b * math.log(2) for _, b, _ in fits])
-        cells = [f"{mean:.3f}" + ("" if sd is None else f" ± {sd:.3f}") for mean, sd in columns]
-        rows.append([kind, *cells, f"{falls:.3f}", f"{max(off for *_, off in fits):.3f}"])
+        cells = [pm(losses) for losses in zip(*k["val_loss"])]
+        rows.append([kind, *cells, pm([b * math.log(2) for _, b, _ in fits]), f"{max(off for *_, off in fits):.3f}"])
         if kind != baseline:
             mean, _, half = paired(needed(numbers, kind), [0] * len(numbers["seeds"]))
             verdict = " (not distinguishable)" if half is not None and abs(mean - 1) <= half else ""

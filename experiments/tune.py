@@ -7,16 +7,16 @@ First three learning rates, a factor of two apart, then at the best of them two 
 lowest mean of the final validation losses wins. Seeds are others than those of comparisons, which so stay fresh.
 """
 
+import math
+import statistics
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 
 import experiments
-from config import PRESETS, TrainConfig, need
-from experiments import mean_sd, print_table, trained
+from config import TrainConfig
+from experiments import TUNED, pm, trained
 from model import ATTENTIONS
 
 FACTORS = (0.5, 1.0, 2.0)  # of what the settings say
-TUNED = ("learning_rate", "init_std")  # in this order
 
 
 @dataclass
@@ -32,7 +32,7 @@ class TuneConfig:
 
 def tune(cfg):
     """Trains what is missing. Returns {"settings", "seeds", "kinds": {kind: {"tries": [..], "best": {..}}}}."""
-    need(cfg.seeds >= 1, f"seeds={cfg.seeds} must be at least 1")
+    experiments.check(cfg)
     base = replace(cfg.train, dataset=cfg.dataset)
     for kind in cfg.kinds:
         replace(base, attention=kind).check()
@@ -47,9 +47,8 @@ def tune(cfg):
                 key = tuple(getattr(now, tuned) for tuned in TUNED)
                 if key not in tries:
                     print(f"\n--- {kind}, " + ", ".join(f"{n}={value:g}" for n, value in zip(TUNED, key)))
-                    runs = [trained(replace(now, seed=seed, data_seed=seed)) for seed in seeds]
-                    tries[key] = [run["val_loss"] for run in runs]
-            best = replace(best, **dict(zip(TUNED, min(tries, key=lambda key: mean_sd(tries[key])[0]))))
+                    tries[key] = [last_loss(replace(now, seed=seed, data_seed=seed)) for seed in seeds]
+            best = replace(best, **dict(zip(TUNED, min(tries, key=lambda key: score(tries[key])))))
         kinds[kind] = {
             "tries": [{**dict(zip(TUNED, key)), "val_loss": losses} for key, losses in tries.items()],
             "best": {name: getattr(best, name) for name in TUNED},
@@ -57,18 +56,16 @@ def tune(cfg):
     return {"settings": asdict(base), "seeds": list(seeds), "kinds": kinds}
 
 
-def best_of(kind, base):
-    """`base`, a TrainConfig, with what was best for this kind. Raises ValueError if that was not tried like this."""
-    name = f"tune-{Path(base.dataset).stem}"
-    found = experiments.load(name)
-    for setting, value in found["settings"].items():
-        need(
-            setting in ("attention", "seed", "data_seed") or getattr(base, setting) == value,
-            f"{name}.json was made with {setting}={value!r}, not {getattr(base, setting)!r}: tune again, or leave out"
-            " --tuned",
-        )
-    need(kind in found["kinds"], f"{name}.json has no attention={kind!r}: tune it too, or leave out --tuned")
-    return replace(base, **found["kinds"][kind]["best"])
+def last_loss(cfg):
+    """None for a run that diverged."""
+    try:
+        return trained(cfg)["val_loss"]
+    except FloatingPointError as error:
+        return print(error)
+
+
+def score(losses):
+    return math.inf if None in losses else statistics.fmean(losses)
 
 
 def table(numbers):
@@ -79,27 +76,14 @@ def table(numbers):
             best = all(one[name] == k["best"][name] for name in TUNED)
             edges = [name for name in TUNED if one[name] in (f([t[name] for t in k["tries"]]) for f in (min, max))]
             mark = "best" + f", at the edge of {' and '.join(edges)}" * bool(edges) if best else ""
-            rows.append([kind, *(f"{one[name]:g}" for name in TUNED), f"{mean_sd(one['val_loss'])[0]:.4f}", mark])
+            rows.append(
+                [kind, *(f"{one[name]:g}" for name in TUNED), pm(one["val_loss"], "{:.4f}") or "diverged", mark]
+            )
     return rows
 
 
 def main():
-    import sys
-
-    import tyro
-
-    sys.stdout.reconfigure(errors="replace")
-    try:
-        first = tyro.cli(TuneConfig, description=__doc__)
-        default = replace(TuneConfig(), train=replace(TrainConfig(), **PRESETS.get(first.dataset, {})))
-        cfg = tyro.cli(TuneConfig, default=default, description=__doc__)
-        numbers = tune(cfg)
-    except (ValueError, OSError, FloatingPointError) as error:
-        sys.exit(f"tune: {error}")
-    name = cfg.name or f"tune-{Path(cfg.dataset).stem}" + ("-quick" if cfg.quick else "")
-    experiments.save(experiments.RESULTS / f"{name}.json", numbers)
-    print(f"\nmean over seeds {numbers['seeds']} ({name}.json)\n")
-    print_table(table(numbers))
+    experiments.command(TuneConfig, tune, "tune", lambda numbers: {"": table(numbers)}, None, __doc__)
 
 
 if __name__ == "__main__":

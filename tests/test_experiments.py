@@ -59,9 +59,8 @@ def test_other_code_or_text_is_another_run(tiny, tmp_path, monkeypatch):
     assert experiments.fingerprint(tiny(dataset=str(text))) == before
     text.write_text("another text " * 50)
     assert experiments.fingerprint(tiny(dataset=str(text))) != before
-    read = Path.read_bytes
-    before = experiments.fingerprint(tiny())
-    monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + b" " * (path.name == "model.py"))
+    before, model = experiments.fingerprint(tiny()), experiments.ROOT / "model.py"
+    monkeypatch.setitem(experiments.CODE, model, experiments.CODE[model] + b" ")
     assert experiments.fingerprint(tiny()) != before
 
 
@@ -108,9 +107,9 @@ def test_a_better_kind_wins_and_a_copy_is_not_distinguishable():
         return {"params": 1, "val_loss": losses, "mean_sd": mean_sd(losses), "difference": paired(losses, base),
                 "answers": [None], "history": [[(0, 4.0, None), (10, loss, None)] for loss in losses]}  # fmt: skip
 
-    one = {**kind([1.9, 2.0, 1.8]), "mean_sd": mean_sd([1.9]), "difference": paired([1.9], [2.0])}
+    one = {**kind([1.9, 2.0, 1.8]), "val_loss": [1.9]}
     row = compare.table({"baseline": "a", "kinds": {"a": kind([2.0, 2.1, 1.9]), "one": one}})[2]
-    assert row[3:5] == ["1.9000", "one seed says nothing"]
+    assert row[3:5] == ["1.9000", "-0.1000 (one seed says nothing)"]
     kinds = {"a": kind([2.0, 2.1, 1.9]), "better": kind([1.9, 2.01, 1.8]), "same": kind([2.01, 2.08, 1.91])}
     rows = compare.table({"baseline": "a", "kinds": kinds})
     assert [("not distinguishable" in row[4]) for row in rows[2:]] == [False, True]

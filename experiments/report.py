@@ -1,0 +1,197 @@
+"""What was published, and what is seen here: a table of claims, made from experiments/results.
+
+    python -m experiments.report             # prints the table
+    python -m experiments.report --check     # and fails if a result is missing, or of other settings or too few seeds
+
+A verdict is of pairs of runs with equal seeds: "seen" or "opposite" where a 95 % confidence interval of their
+differences leaves zero out on that side, else "not distinguishable".
+"""
+
+import statistics
+from dataclasses import asdict, dataclass, replace
+
+import experiments
+from config import TrainConfig
+from experiments import compare, icl, mean_sd, paired, preset, print_table, retrieval, scaling
+
+SHAKESPEARE, STORIES = preset("shakespeare"), TrainConfig()
+# Of each result: the settings that its runs share now, and how many seeds it needs.
+NEEDED = {
+    "compare-shakespeare-tuned": (SHAKESPEARE, 5), "scaling": (SHAKESPEARE, 3), "ablations": (SHAKESPEARE, 3),
+    "anatomy-shakespeare": (SHAKESPEARE, 3), "retrieval": (STORIES, 5), "outliers": (STORIES, 3),
+    "icl": (replace(STORIES, max_iters=2000), 3),
+}  # fmt: skip
+# What a comparison or an experiment sets itself, run by run.
+FREE = ("attention", "seed", "data_seed", "out_dir", "dataset", "block_size", "preset")
+
+
+@dataclass
+class ReportConfig:
+    check: bool = False  # fail unless every result is there, whole and of the settings that the code has now
+
+
+def of_kinds(lower, values, form="{:.3f}"):
+    """A reader of results: `values(numbers, kind)` are a seed's numbers, and lower is better, or higher."""
+
+    def read(numbers, kind, other="standard"):
+        ours, theirs = values(numbers, kind), values(numbers, other)
+        if None in (*ours, *theirs):
+            return "not a number in every run", "not distinguishable"
+        difference, _, half = paired(ours, theirs)
+        told = f"{form.format(mean_sd(theirs)[0])} → {form.format(mean_sd(ours)[0])}"
+        if half is None:
+            return told, "one seed says nothing"
+        told += f" ({'+' if difference >= 0 else '-'}{form.format(abs(difference))} ± {form.format(half)})"
+        if abs(difference) <= half:
+            return told, "not distinguishable"
+        return told, "seen" if (difference < 0) == lower else "opposite"
+
+    return read
+
+
+def loss(numbers, kind):
+    return numbers.get("kinds", numbers.get("arms"))[kind]["val_loss"]
+
+
+def updates(numbers, kind):
+    """Updates to the baseline's last loss, for each that it takes; 1 where a run does not get there, which is more."""
+    runs, others = (numbers["kinds"][name]["history"] for name in (kind, numbers["baseline"]))
+    return [compare.share(run, other) or 1.0 for run, other in zip(runs, others)]
+
+
+def answers(longest):
+    def values(numbers, kind):
+        lengths = retrieval.SENTENCES[-1:] if longest else retrieval.short(numbers)
+        return [float(retrieval.mean(cells, "all", sentences=lengths)) for cells in numbers["kinds"][kind]]
+
+    return values
+
+
+def attention_on(part):
+    def values(numbers, kind):
+        within, i = retrieval.short(numbers), retrieval.PARTS.index(part)
+        return [float(retrieval.mean(c, "shares", sentences=within).mean(axis=0)[1][i]) for c in numbers["kinds"][kind]]
+
+    return values
+
+
+def spread(sort):
+    return lambda numbers, kind: [icl.spread(o[sort]) for o in numbers["kinds"][kind]["orders"]]
+
+
+def largest(what):
+    return lambda numbers, kind: [one[what]["1st"] for one in numbers["kinds"][kind]["largest"]]
+
+
+def rise(numbers, kind):
+    """What the loss rises by with 4 bits."""
+    return [losses[-1][0] - losses[0][0] for losses in numbers["kinds"][kind]["bits"]]
+
+
+def of(name):
+    return lambda numbers, kind: numbers["kinds"][kind][name]
+
+
+def last_lambdas(numbers, kind):
+    layers = zip(*(run[-1][1] for run in numbers["kinds"][kind]["lambdas"]))
+    return ", ".join(f"{statistics.fmean(layer):.2f}" for layer in layers), "" if kind == "diff" else "no claim"
+
+
+def parameters(numbers, kind):
+    shares = scaling.needed(numbers, kind)
+    mean, _, half = paired(shares, [0.0] * len(shares))
+    if half is None:
+        return f"{mean:.0%}", "one seed says nothing"
+    verdict = "not distinguishable" if abs(mean - 1) <= half else "seen" if mean < 1 else "opposite"
+    return f"{mean:.0%} ± {half:.0%}", verdict
+
+
+LOWER, HIGHER, SOONER = of_kinds(True, loss), of_kinds(False, loss), of_kinds(True, updates, "{:.0%}")
+FOUND, FAR = (of_kinds(False, answers(longest), "{:.0%}") for longest in (False, True))
+ANSWER, NOISE = of_kinds(False, attention_on("answer")), of_kinds(True, attention_on("noise"))
+ANY_ORDER, BY_CLASS = (of_kinds(True, spread(sort), "{:.1%}") for sort in icl.SORTS)
+LOGIT, STATE = (of_kinds(True, largest(what), "{:.1f}") for what in ("logits", "hidden states"))
+FEW_BITS, ALIKE, UNEVEN = (of_kinds(True, values) for values in (rise, of("cosine"), of("spread")))
+TUNED, HEADS = "compare-shakespeare-tuned", "anatomy-shakespeare"
+# (claim, published, result, its reader, the kind, what it is compared with if not standard)
+CLAIMS = [
+    ("V1 has a lower loss", "by 0.025 to 0.032", TUNED, LOWER, "diff"),
+    ("V2 has a lower loss", "by 0.02 to 0.03", TUNED, LOWER, "diff_v2"),
+    ("V1 needs fewer tokens for an equal loss", "63.7 %", TUNED, SOONER, "diff"),
+    ("V1 needs fewer parameters for an equal loss", "62.2 %, 59.5 %", "scaling", parameters, "diff"),
+    ("several facts are found more often", "0.55 → 0.85 (6 facts, 2 asked for)", "retrieval", FOUND, "diff"),
+    ("also in longer texts", "0.52 → 0.86 (64K)", "retrieval", FAR, "diff"),
+    ("more attention on the answer", "0.03 → 0.30", "retrieval", ANSWER, "diff"),
+    ("less attention on noise", "0.52 → 0.02", "retrieval", NOISE, "diff"),
+    ("the order of examples matters less", "19.0 → 4.0 points", "icl", ANY_ORDER, "diff"),
+    ("also class by class", "56.7 → 13.4 points", "icl", BY_CLASS, "diff"),
+    ("the largest attention logit is smaller", "318 → 38.8", "outliers", LOGIT, "diff"),
+    ("the largest hidden state is smaller", "3609 → 1688", "outliers", STATE, "diff"),
+    ("logits of 4 bits cost less", "29.5 → 7.4 points", "outliers", FEW_BITS, "diff"),
+    ("V1 without head norm is worse", "+0.060", "ablations", HIGHER, "diff_no_norm", "diff"),
+    ("and worse than standard", "+0.035", "ablations", HIGHER, "diff_no_norm"),
+    ("lambda_init 0.8 everywhere is a little worse", "+0.003", "ablations", HIGHER, "diff_init_0.8", "diff"),
+    ("lambda_init 0.5 everywhere is a little worse", "+0.004", "ablations", HIGHER, "diff_init_0.5", "diff"),
+    ("V2 across groups is worse", "clearly", "ablations", HIGHER, "diff_v2_across", "diff_v2"),
+    ("V2 without lambda is worse", "yes", "ablations", HIGHER, "diff_v2_no_lambda", "diff_v2"),
+    ("V2 without sigmoid is worse", "yes", "ablations", HIGHER, "diff_v2_no_sigmoid", "diff_v2"),
+    ("heads are less alike (cosine of maps)", "yes (DEX)", HEADS, ALIKE, "diff"),
+    ("importance is more even over heads", "yes (DEX)", HEADS, UNEVEN, "diff"),
+    ("lambda by layer", "0.2 to 0.4 first, about 0.8 deep", HEADS, last_lambdas, "diff"),
+]
+NEVER = {
+    "benchmarks (LM Eval)": "ask for knowledge that a model of a million parameters has no room for",
+    "hallucination": "is judged by a large model in summaries that these do not write",
+    "mathematics": "needs a model that reasons in words",
+}
+
+
+def wrong(name):
+    """What is wrong with a result, in a sentence, or ""."""
+    settings, seeds = NEEDED[name]
+    try:
+        numbers = experiments.load(name)
+    except ValueError as error:
+        return str(error)
+    if len(numbers["seeds"]) < seeds:
+        return f"{name}.json has {len(numbers['seeds'])} seeds, and needs {seeds}"
+    made = numbers.get("train") or numbers["settings"]
+    for setting, value in asdict(settings).items():
+        if setting not in FREE and made.get(setting) != value:
+            return f"{name}.json was made with {setting}={made.get(setting)!r}: now it is {value!r}"
+    return ""
+
+
+def table():
+    """The rows that the terminal and the README show; claims whose result is not there, or not right, say so."""
+    rows, faults = (
+        [["claim", "published", "here", "seeds", "verdict", "python -m experiments."]],
+        {n: wrong(n) for n in NEEDED},
+    )
+    for claim, published, name, read, *kinds in CLAIMS:
+        ours, verdict, seeds = "", "not asked yet", ""
+        if not faults[name]:
+            numbers = experiments.load(name)
+            (ours, verdict), seeds = read(numbers, *kinds), str(len(numbers["seeds"]))
+        rows.append([claim, published, ours, seeds, verdict, name.split("-")[0]])
+    rows += [[claim, "better", "", "", f"cannot be asked here: {why}", ""] for claim, why in NEVER.items()]
+    return rows
+
+
+def main():
+    import sys
+
+    import tyro
+
+    sys.stdout.reconfigure(errors="replace")
+    cfg = tyro.cli(ReportConfig, description=__doc__)
+    print_table(table())
+    faults = list(filter(None, map(wrong, NEEDED)))
+    for fault in faults:
+        print(fault, file=sys.stderr)
+    if cfg.check and faults:
+        sys.exit(f"report: {len(faults)} of {len(NEEDED)} results are missing or not right")
+
+
+if __name__ == "__main__":
+    main()
