@@ -466,6 +466,22 @@ def test_loading_runs_no_code(tiny):
             checkpoint.load("junk.pt")
 
 
+def test_a_checkpoint_whose_directory_lies_is_refused(tiny):
+    """torch.load would read past the end of a tensor, into whatever is in memory."""
+    train(tiny(out_dir="run", max_iters=2))
+    raw = bytearray(Path("run/ckpt.pt").read_bytes())
+    with zipfile.ZipFile("run/ckpt.pt") as archive:
+        part = next(part for part in archive.infolist() if part.filename.endswith("data/3"))
+    entry = raw.index(b"PK\x01\x02", archive.start_dir)
+    while raw[entry + 46 :].startswith(part.filename.encode()) is False:
+        entry = raw.index(b"PK\x01\x02", entry + 1)
+    assert int.from_bytes(raw[entry + 20 : entry + 24], "little") == part.compress_size
+    raw[entry + 20 : entry + 24] = (2 * part.compress_size).to_bytes(4, "little")
+    Path("run/ckpt.pt").write_bytes(raw)
+    with pytest.raises(ValueError, match="run/ckpt.pt is not a checkpoint"):
+        checkpoint.load("run/ckpt.pt")
+
+
 def test_checkpoint_prints_its_text_without_the_data_folder(tiny):
     """C07 and report 19: names without a wrapper's prefix."""
     train(tiny(out_dir="run"))
