@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
