@@ -105,6 +105,10 @@ class TrainConfig:
             need(0 <= getattr(self, name) < 1, f"{name}={getattr(self, name)} must be at least 0 and less than 1")
         for name, legal in CHOICES.items():
             need(getattr(self, name) in legal, f"{name}={getattr(self, name)!r} must be one of {', '.join(legal)}")
+        need(
+            not (self.eval_only and self.init_from),
+            "eval_only evaluates --out_dir=RUN: name it there, not in init_from",
+        )
         check_model(self.model_config())
         self.difficulty().check()
         if self.log == "tensorboard":

@@ -69,6 +69,7 @@ def trained(cfg):
     else:
         result = train(replace(cfg, out_dir=str(run), resume=(run / "ckpt.pt").exists()))
         if "interrupted" in result:
+            print("saved: the same command goes on from here")
             sys.exit(128 + result["interrupted"])
         text = json.dumps({**result, "commit": made_with(None)["commit"]})
         checkpoint.write(done, lambda file: file.write(text.encode()))
@@ -82,6 +83,8 @@ def check(cfg):
     """
     most, own = len(T_975) + 1, type(cfg)().train
     need(1 <= cfg.seeds <= most, f"seeds={cfg.seeds} must be from 1 to {most}")
+    kinds = getattr(cfg, "kinds", ("standard",))
+    need(kinds and len(set(kinds)) == len(kinds), f"kinds={' '.join(kinds)!r} must be one or more, each of them once")
     for name in ("dataset", "attention", "seed", "data_seed", "out_dir", "resume", "init_from", "eval_only", "preset"):
         value = getattr(cfg.train, name)
         need(
@@ -134,7 +137,9 @@ def shortened(cfg):
     """Of an experiment's settings with --quick: one seed, a quarter of the updates."""
     if not cfg.quick:
         return cfg
-    return replace(cfg, seeds=1, train=replace(cfg.train, max_iters=max(1, cfg.train.max_iters // 4)))
+    updates = max(1, cfg.train.max_iters // 4)
+    print(f"quick: one seed, {updates} updates a run")
+    return replace(cfg, seeds=1, train=replace(cfg.train, max_iters=updates))
 
 
 def mean_sd(values):
@@ -199,8 +204,15 @@ def load(name):
     """The numbers of results/NAME.json. Raises ValueError with one sentence if they are not there."""
     path = RESULTS / f"{name}.json"
     if not path.exists():
-        raise ValueError(f"{path} does not exist: run python -m experiments.{name.split('-')[0]} first")
+        raise ValueError(f"{path.name} does not exist: run {how(name)} first (without --quick)")
     return json.loads(path.read_text())
+
+
+def how(name):
+    """The command that makes a result: "compare-shakespeare-tuned" -> "python -m experiments.compare --dataset=..."."""
+    experiment, *rest = name.split("-")
+    flags = [f"--dataset={part}" if part != "tuned" else "--tuned" for part in rest]
+    return " ".join([f"python -m experiments.{experiment}", *flags])
 
 
 def command(kind, run, name, tables, picture, description):
@@ -213,15 +225,19 @@ def command(kind, run, name, tables, picture, description):
     sys.stdout.reconfigure(errors="replace")
     start = time.perf_counter()
     try:
-        cfg = tyro.cli(kind, description=description)
+        default, prog = kind(), f"python -m experiments.{name}"
+        cfg = tyro.cli(kind, prog=prog, description=description)
         if hasattr(cfg, "dataset"):
-            own = replace(TrainConfig(), **PRESETS.get(cfg.dataset, {}))
-            cfg = tyro.cli(kind, default=replace(kind(), train=own), description=description)
-            name = getattr(cfg, "name", "") or f"{name}-{Path(cfg.dataset).stem}"
+            default = replace(default, train=replace(TrainConfig(), **PRESETS.get(cfg.dataset, {})))
+            cfg = tyro.cli(kind, prog=prog, default=default, description=description)
+            name += f"-{Path(cfg.dataset).stem}"
+        name += "-changed" * (cfg.train != default.train)  # no result of the settings that a reader expects
+        own = getattr(cfg, "name", "")
+        need(own == Path(own).name, f"name={own!r} must be the name of a file, without a folder")
         numbers = json.loads(json.dumps(run(cfg)))
     except (ValueError, OSError, FloatingPointError) as error:
         sys.exit(f"{name}: {error}")
-    name += "-tuned" * getattr(cfg, "tuned", False) + "-quick" * cfg.quick
+    name = own or name + "-tuned" * getattr(cfg, "tuned", False) + "-quick" * cfg.quick
     minutes = round((time.perf_counter() - start) / 60, 1)  # without those of runs that were remembered
     save(RESULTS / f"{name}.json", {"minutes": minutes, **numbers})
     if picture:
@@ -230,4 +246,4 @@ def command(kind, run, name, tables, picture, description):
         print()
         print_table(rows)
     print(f"\nmean ± sd over seeds {numbers['seeds']}; differences: mean of the pairs ± half a 95 % interval")
-    print(f"{RESULTS / name}.json")
+    print(f"experiments/results/{name}.json")

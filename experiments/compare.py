@@ -25,26 +25,25 @@ class CompareConfig:
     seeds: int = 5  # runs of each kind
     first_seed: int = 0  # of these runs; the others follow
     tuned: bool = False  # each kind's own learning rate and initial scale, from tune-DATASET.json
-    quick: bool = False  # one seed, a tenth of the steps: does it run?
-    name: str = ""  # of the files in results/; empty means compare-DATASET
+    quick: bool = False  # one seed, a quarter of the updates
+    name: str = ""  # of the files in results/; empty means compare-DATASET, and -changed if --train.NAME is given
     train: TrainConfig = field(default_factory=TrainConfig)  # what all runs share
 
 
 def compare(cfg):
     """Trains what is missing. Returns {"settings", "kinds": {kind: {"params", "runs", ...}}}, plain types."""
     experiments.check(cfg)
-    seeds = range(cfg.first_seed, cfg.first_seed + (1 if cfg.quick else cfg.seeds))
+    cfg = experiments.shortened(cfg)
+    seeds = range(cfg.first_seed, cfg.first_seed + cfg.seeds)
     base = replace(cfg.train, dataset=cfg.dataset)
     own = {kind: replace(best_of(kind, base) if cfg.tuned else base, attention=kind) for kind in cfg.kinds}
     for kind in cfg.kinds:
         own[kind].check()  # all of them before the first is trained
-    if cfg.quick:
-        base = replace(base, max_iters=base.max_iters // 10)
     runs = {kind: [] for kind in cfg.kinds}
     for seed in seeds:
         for kind in cfg.kinds:
             print(f"\n--- {kind}, seed {seed}")
-            runs[kind].append(trained(replace(own[kind], max_iters=base.max_iters, seed=seed, data_seed=seed)))
+            runs[kind].append(trained(replace(own[kind], seed=seed, data_seed=seed)))
     numbers = {"settings": vars(base), "seeds": list(seeds), "baseline": cfg.kinds[0], "kinds": {}}
     for kind, results in runs.items():
         losses = [r["val_loss"] for r in results]
@@ -68,6 +67,8 @@ def half_right(history):
 def reached(history, loss):
     """The update at which a validation curve first comes down to a loss, between its points; None if it does not."""
     points = [(step, val_loss) for step, val_loss, _ in history]
+    if points and points[0][1] <= loss:
+        return points[0][0]
     for (step, before), (later, after) in zip(points, points[1:]):
         if after <= loss:
             return later if before <= after else step + (later - step) * min(1, (before - loss) / (before - after))
@@ -77,7 +78,7 @@ def reached(history, loss):
 def share(run, baseline):
     """The updates that a run takes to the last loss of the baseline's, for each that the baseline takes; or None."""
     update, theirs = (reached(history, baseline[-1][1]) for history in (run, baseline))
-    return None if update is None or theirs is None else update / theirs
+    return update / theirs if theirs and update is not None else None
 
 
 def sooner(runs, baseline):
@@ -103,7 +104,7 @@ def table(numbers):
             row += ["", ""]
         if asks:
             row.append(", ".join(f"{a:.0%}" if a in (0, 1) else f"{a:.1%}" for a in k["answers"]))
-            row.append(", ".join(map(str, (half_right(run) for run in k["history"]))))
+            row.append(", ".join(str(half_right(run) or "never") for run in k["history"]))
         rows.append(row)
     return rows
 

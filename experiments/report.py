@@ -19,7 +19,7 @@ SHAKESPEARE, STORIES = preset("shakespeare"), TrainConfig()
 NEEDED = {
     "compare-shakespeare-tuned": (SHAKESPEARE, 5), "scaling": (SHAKESPEARE, 3), "ablations": (SHAKESPEARE, 3),
     "anatomy-shakespeare": (SHAKESPEARE, 3), "retrieval": (STORIES, 5), "outliers": (STORIES, 3),
-    "icl": (replace(STORIES, max_iters=2000), 3),
+    "icl": (replace(STORIES, max_iters=3000), 3),
 }  # fmt: skip
 # What a comparison or an experiment sets itself, run by run.
 FREE = ("attention", "seed", "data_seed", "out_dir", "dataset", "block_size", "preset")
@@ -99,11 +99,10 @@ def last_lambdas(numbers, kind):
 
 def parameters(numbers, kind):
     shares = scaling.needed(numbers, kind)
-    mean, _, half = paired(shares, [0.0] * len(shares))
-    if half is None:
-        return f"{mean:.0%}", "one seed says nothing"
-    verdict = "not distinguishable" if abs(mean - 1) <= half else "seen" if mean < 1 else "opposite"
-    return f"{mean:.0%} ± {half:.0%}", verdict
+    told = scaling.said(shares)
+    if shares is None or "(" in told:
+        return told.split(" (")[0], "not distinguishable"
+    return told, "seen" if statistics.fmean(shares) < 1 else "opposite"
 
 
 LOWER, HIGHER, SOONER = of_kinds(True, loss), of_kinds(False, loss), of_kinds(True, updates, "{:.0%}")
@@ -165,7 +164,7 @@ def wrong(name):
 def table():
     """The rows that the terminal and the README show; claims whose result is not there, or not right, say so."""
     rows, faults = (
-        [["claim", "published", "here", "seeds", "verdict", "python -m experiments."]],
+        [["claim", "published", "here", "seeds", "verdict", "command"]],
         {n: wrong(n) for n in NEEDED},
     )
     for claim, published, name, read, *kinds in CLAIMS:
@@ -173,7 +172,7 @@ def table():
         if not faults[name]:
             numbers = experiments.load(name)
             (ours, verdict), seeds = read(numbers, *kinds), str(len(numbers["seeds"]))
-        rows.append([claim, published, ours, seeds, verdict, name.split("-")[0]])
+        rows.append([claim, published, ours, seeds, verdict, experiments.how(name)])
     rows += [[claim, "better", "", "", f"cannot be asked here: {why}", ""] for claim, why in NEVER.items()]
     return rows
 

@@ -57,14 +57,29 @@ def line(params, losses):
 
 
 def needed(numbers, kind):
-    """For each seed: the parameters that `kind` takes for what the baseline takes 1 for, geometric mean over sizes."""
+    """For each seed: the parameters that `kind` takes for what the baseline takes 1 for, geometric mean over sizes.
+
+    None if the baseline's loss does not fall with size.
+    """
     baseline, k = numbers["kinds"][next(iter(numbers["kinds"]))], numbers["kinds"][kind]
     shares = []
     for own, other in zip(k["val_loss"], baseline["val_loss"]):
         a, b, _ = line(baseline["params"], other)
+        if b <= 0:  # the loss does not fall with size: there is nothing to read off
+            return None
         wanted = (a - np.array(own)) / b  # log of the parameters with which the baseline has these losses
         shares.append(math.exp(np.mean(np.log(k["params"]) - wanted)))
     return shares
+
+
+def said(shares):
+    """Text of what `needed` found."""
+    if shares is None:
+        return "the baseline's loss does not fall with size"
+    mean, _, half = paired(shares, [0.0] * len(shares))
+    if half is None:
+        return f"{mean:.0%} (one seed says nothing)"
+    return f"{mean:.0%} ± {half:.0%}" + " (not distinguishable)" * (abs(mean - 1) <= half)
 
 
 def tables(numbers):
@@ -78,9 +93,7 @@ def tables(numbers):
         cells = [pm(losses) for losses in zip(*k["val_loss"])]
         rows.append([kind, *cells, pm([b * math.log(2) for _, b, _ in fits]), f"{max(off for *_, off in fits):.3f}"])
         if kind != baseline:
-            mean, _, half = paired(needed(numbers, kind), [0] * len(numbers["seeds"]))
-            verdict = " (not distinguishable)" if half is not None and abs(mean - 1) <= half else ""
-            equal.append([kind, f"{mean:.0%}" + ("" if half is None else f" ± {half:.0%}") + verdict])
+            equal.append([kind, said(needed(numbers, kind))])
     return {"losses": rows} | ({"equal": equal} if len(equal) > 1 else {})
 
 

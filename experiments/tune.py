@@ -25,20 +25,18 @@ class TuneConfig:
     kinds: tuple[str, ...] = tuple(ATTENTIONS)
     seeds: int = 2  # runs of each try
     first_seed: int = 100  # of these runs; the others follow
-    quick: bool = False  # one seed, a tenth of the steps: does it run?
-    name: str = ""  # of the file in results/; empty means tune-DATASET
+    quick: bool = False  # one seed, a quarter of the updates
     train: TrainConfig = field(default_factory=TrainConfig)  # what all runs share
 
 
 def tune(cfg):
     """Trains what is missing. Returns {"settings", "seeds", "kinds": {kind: {"tries": [..], "best": {..}}}}."""
     experiments.check(cfg)
+    cfg = experiments.shortened(cfg)
     base = replace(cfg.train, dataset=cfg.dataset)
     for kind in cfg.kinds:
         replace(base, attention=kind).check()
-    if cfg.quick:
-        base = replace(base, max_iters=base.max_iters // 10)
-    seeds, kinds = range(cfg.first_seed, cfg.first_seed + (1 if cfg.quick else cfg.seeds)), {}
+    seeds, kinds = range(cfg.first_seed, cfg.first_seed + cfg.seeds), {}
     for kind in cfg.kinds:
         best, tries = replace(base, attention=kind), {}
         for name in TUNED:

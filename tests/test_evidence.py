@@ -3,7 +3,7 @@
 import json
 import math
 import random
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -43,7 +43,14 @@ def own_folders(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "losses, loss, update",
-    [([3, 2, 1], 1.5, 15), ([3, 2, 1], 1.0, 20), ([3, 2, 1], 0.9, None), ([1, 2, 3], 1.0, None), ([3, 1, 2], 2, 5)],
+    [
+        ([3, 2, 1], 1.5, 15),
+        ([3, 2, 1], 1.0, 20),
+        ([3, 2, 1], 0.9, None),
+        ([1, 2, 3], 1.0, 0),
+        ([3, 1, 2], 2, 5),
+        ([], 1, None),
+    ],
 )
 def test_when_a_curve_comes_down_to_a_loss(losses, loss, update):
     history = [(10 * i, value, None) for i, value in enumerate(losses)]
@@ -57,6 +64,7 @@ def test_how_much_sooner():
     assert compare.sooner([run], [run]) == "100%"
     up = [(0, 4.0, None), (10, 1.5, None), (20, 1.6, None)]  # a copy needs as many updates, wherever the loss goes
     assert compare.sooner([up], [up]) == "100%" and compare.sooner([up[:1]], [up[:1]]) == "0 of 1 get there"
+    assert compare.sooner([run], [[(0, 0.5, None)]]) == "0 of 1 get there"
 
 
 def test_tuning_finds_what_is_best_for_each_kind(monkeypatch):
@@ -292,6 +300,10 @@ def test_a_kind_that_needs_fewer_parameters_and_a_copy_of_the_baseline():
     equal = {row[0]: row[1] for row in scaling.tables(numbers)["equal"][1:]}
     assert equal["better"] == "80% ± 0%" and "not distinguishable" in equal["same"]
     assert scaling.tables(numbers)["losses"][1][-2] == f"{0.2 * math.log(2):.3f} ± 0.000"
+    assert scaling.said([0.8]) == "80% (one seed says nothing)"
+    kinds["standard"] = [losses[::-1] for losses in kinds["standard"]]
+    numbers["kinds"]["standard"]["val_loss"] = kinds["standard"]
+    assert scaling.needed(numbers, "better") is None and "does not fall" in scaling.tables(numbers)["equal"][1][1]
     with pytest.raises(ValueError, match="at least 3"):
         scaling.scaling(scaling.ScalingConfig(widths=(32, 64)))
 
@@ -509,6 +521,7 @@ def test_claims_get_their_verdicts_from_results(capsys, monkeypatch):
         report.main()
     said = capsys.readouterr()
     assert "| V1 has a lower loss" in said.out and "run python -m experiments.scaling first" in said.err
+    assert experiments.how("compare-shakespeare-tuned") == "python -m experiments.compare --dataset=shakespeare --tuned"
 
 
 def test_every_claim_can_be_read_from_its_result(variants, monkeypatch):
@@ -533,6 +546,47 @@ def test_every_claim_can_be_read_from_its_result(variants, monkeypatch):
     asked = [row for row in rows if not row[4].startswith("cannot")]
     assert len(asked) == len(report.CLAIMS) and all(row[2] and row[3] == "2" for row in asked)
     assert {row[4] for row in asked} <= {"seen", "opposite", "not distinguishable", ""}
+
+
+# ---------------------------------------------------------------------------------------------
+# The command of an experiment
+
+
+@pytest.mark.parametrize(
+    "flags, name",
+    [
+        ([], "toy"),
+        (["--quick"], "toy-quick"),
+        (["--train.max_iters=7"], "toy-changed"),
+        (["--tuned", "--train.max_iters=7", "--quick"], "toy-changed-tuned-quick"),
+        (["--name=mine", "--quick"], "mine"),
+    ],
+)
+def test_a_result_of_other_settings_has_another_name(flags, name, monkeypatch, capsys):
+    """What a reader expects in a file is not written over by a try."""
+
+    @dataclass
+    class ToyConfig:
+        seeds: int = 3
+        quick: bool = False
+        tuned: bool = False
+        name: str = ""
+        train: TrainConfig = field(default_factory=TrainConfig)
+
+    monkeypatch.setattr("sys.argv", ["toy", *flags])
+    drawn = []
+    experiments.command(
+        ToyConfig, lambda cfg: {"seeds": [0], "updates": cfg.train.max_iters}, "toy",
+        lambda numbers: {"": [["updates"], [str(numbers["updates"])]]},
+        lambda numbers, path: drawn.append(path.name), "A toy.",
+    )  # fmt: skip
+    assert [path.name for path in experiments.RESULTS.iterdir()] == [f"{name}.json"] and drawn == [f"{name}.png"]
+    numbers = json.loads((experiments.RESULTS / f"{name}.json").read_text())
+    assert numbers["updates"] == (7 if "changed" in name else TrainConfig().max_iters) and numbers["minutes"] >= 0
+    assert f"experiments/results/{name}.json" in capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", ["toy", "--name=../x"])
+    with pytest.raises(SystemExit, match="toy: name='../x' must be the name of a file"):
+        experiments.command(ToyConfig, None, "toy", None, None, "A toy.")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -568,6 +622,9 @@ def test_from_training_to_picture(experiment, settings, tmp_path, monkeypatch, v
         windows = data.load("stories", difficulty=Few()).val_windows(4, TOY.block_size)
         own = evaluate(model, windows, 2, torch.device("cpu"))[0]
         assert numbers["kinds"]["diff"]["bits"][0][0][0] == pytest.approx(own, abs=1e-5)
-    for wrong, part in (dict(seeds=11), "seeds=11"), (dict(train=replace(TOY, seed=3)), "train.seed=3"):
+    wrongs = {"seeds=11": dict(seeds=11), "train.seed=3": dict(train=replace(TOY, seed=3))}
+    if experiment is not ablations:
+        wrongs |= {"kinds='' must be": dict(kinds=()), "kinds='diff diff'": dict(kinds=("diff", "diff"))}
+    for part, wrong in wrongs.items():
         with pytest.raises(ValueError, match=part):
             getattr(experiment, name)(kind(**{"train": TOY, **wrong}))
