@@ -11,6 +11,7 @@ import platform
 import statistics
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -206,6 +207,23 @@ def load(name):
     if not path.exists():
         raise ValueError(f"{path.name} does not exist: run {how(name)} first (without --quick)")
     return json.loads(path.read_text())
+
+
+@contextmanager
+def drawing(path, size, columns=1, **more):
+    """The axes of a new picture, which is written to `path` at the end."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, columns, figsize=size, layout="constrained", **more)
+    yield axes
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def band(axes, x, runs, **more):
+    """A line, the mean of runs (each a list of y), and a band from the lowest to the highest."""
+    (line,) = axes.plot(x, np.mean(runs, axis=0), **more)
+    axes.fill_between(x, np.min(runs, axis=0), np.max(runs, axis=0), color=line.get_color(), alpha=0.2)
 
 
 def how(name):

@@ -9,7 +9,6 @@ against standard attention's, and at which multiple of the learning rate the los
 classes here, in ATTENTIONS like any other kind, and nowhere in model.py.
 """
 
-import math
 import statistics
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -215,23 +214,18 @@ def tables(numbers):
 
 
 def picture(numbers, path):
-    """Each arm's distance from standard, seed by seed."""
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    base, names = numbers["arms"]["standard"]["val_loss"], []
-    for name, arm in numbers["arms"].items():
-        if None not in arm["val_loss"] + base:
-            values = [loss - other for loss, other in zip(arm["val_loss"], base)]
-            axes.plot(values, [len(names)] * len(values), "o", color="C0", alpha=0.6)
-            axes.plot(math.fsum(values) / len(values), len(names), "|", color="black", markersize=14)
-            names.append(name)
-    axes.axvline(0, color="grey", linewidth=0.8)
-    axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
-    axes.set_xlabel("validation loss, difference to standard")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    """Each arm's distance from standard, a point for each seed."""
+    with experiments.drawing(path, (7, 4)) as axes:
+        base, names = numbers["arms"]["standard"]["val_loss"], []
+        for name, arm in numbers["arms"].items():
+            if None not in arm["val_loss"] + base:
+                values = [loss - other for loss, other in zip(arm["val_loss"], base)]
+                axes.plot(values, [len(names)] * len(values), "o", color="C0", alpha=0.6)
+                names.append(name)
+        axes.axvline(0, color="grey", linewidth=0.8)
+        axes.set_yticks(range(len(names)), names)
+        axes.invert_yaxis()
+        axes.set_xlabel("validation loss, difference to standard")
 
 
 def main():

@@ -11,7 +11,6 @@ outputs more than narrow ones: cosine and CKA of kinds are to be compared with t
 scaled, to see whether the loss would rather have another.
 """
 
-import math
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import combinations
@@ -177,20 +176,17 @@ def tables(numbers):
 
 def picture(numbers, path):
     """lambda by layer over training: a line a layer, the mean over seeds."""
-    import matplotlib.pyplot as plt
-
     kinds = {kind: k["lambdas"] for kind, k in numbers["kinds"].items() if k["lambdas"][0][0][1]}
-    figure, axes = plt.subplots(1, max(1, len(kinds)), figsize=(5 * max(1, len(kinds)), 3.4), squeeze=False,
-                                layout="constrained")  # fmt: skip
-    for ax, (kind, runs) in zip(axes[0], kinds.items()):
-        steps = [step for step, _ in runs[0]]
-        for layer in range(len(runs[0][0][1])):
-            means = [math.fsum(run[i][1][layer] for run in runs) / len(runs) for i in range(len(steps))]
-            ax.plot(steps, means, label=f"layer {layer}")
-        ax.set(title=f"{kind}: lambda" + ", mean over tokens and heads" * (kind != "diff"), xlabel="updates")
-        ax.legend(fontsize=8)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    n = max(1, len(kinds))
+    with experiments.drawing(path, (5 * n, 3.4), n, squeeze=False, sharey=True) as axes:
+        for ax, (kind, runs) in zip(axes[0], kinds.items()):
+            steps = [step for step, _ in runs[0]]
+            for layer in range(len(runs[0][0][1])):
+                curves = [[by_layer[layer] for _, by_layer in run] for run in runs]
+                experiments.band(ax, steps, curves, label=f"layer {layer}")
+            ax.set(title=kind + ", mean over tokens and heads" * (kind != "diff"), xlabel="updates")
+            ax.legend(fontsize=8)
+        axes[0][0].set_ylabel("lambda")
 
 
 def main():

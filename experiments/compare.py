@@ -111,20 +111,15 @@ def table(numbers):
 
 def picture(numbers, path):
     """Loss curves: the mean over seeds, and a band from the lowest to the highest."""
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
-    for kind, k in numbers["kinds"].items():
-        steps = [step for step, _, _ in k["history"][0]][1:]
-        columns = list(zip(*([loss for _, loss, _ in run][1:] for run in k["history"])))
-        (line,) = axes.plot(steps, [sum(c) / len(c) for c in columns], label=kind)
-        axes.fill_between(steps, list(map(min, columns)), list(map(max, columns)), color=line.get_color(), alpha=0.2)
-    if k["entropy"] is not None:
-        axes.axhline(k["entropy"], color="grey", linestyle=":", label="entropy of the text")
-    axes.set(xlabel="updates", ylabel="validation loss, nats a token", title=Path(numbers["settings"]["dataset"]).stem)
-    axes.legend()
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    with experiments.drawing(path, (6, 3.6)) as axes:
+        for kind, k in numbers["kinds"].items():
+            steps = [step for step, _, _ in k["history"][0]][1:]
+            experiments.band(axes, steps, [[loss for _, loss, _ in run][1:] for run in k["history"]], label=kind)
+        if k["entropy"] is not None:
+            axes.axhline(k["entropy"], color="grey", linestyle=":", label="entropy of the text")
+        axes.set(xlabel="updates", ylabel="validation loss, nats a token")
+        axes.set_title(Path(numbers["settings"]["dataset"]).stem)
+        axes.legend()
 
 
 def main():

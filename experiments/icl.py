@@ -175,18 +175,13 @@ def spread(of_sets):
 
 
 def picture(numbers, path):
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(5, 3.4), layout="constrained")
-    for kind, k in numbers["kinds"].items():
-        lines = np.array(k["shots"])
-        (line,) = axes.plot(range(len(SHOTS)), lines.mean(axis=0), marker="o", label=kind)
-        axes.fill_between(range(len(SHOTS)), lines.min(axis=0), lines.max(axis=0), color=line.get_color(), alpha=0.2)
-    axes.plot(range(len(SHOTS)), [at_best(s) for s in SHOTS], ":", color="grey", label="at best")
-    axes.set(xticks=range(len(SHOTS)), xticklabels=SHOTS, xlabel="examples before", ylabel="labels right")
-    axes.legend()
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    with experiments.drawing(path, (5, 3.4)) as axes:
+        places = range(len(SHOTS))
+        for kind, k in numbers["kinds"].items():
+            experiments.band(axes, places, k["shots"], marker="o", label=kind)
+        axes.plot(places, [at_best(s) for s in SHOTS], ":", color="grey", label="at best")
+        axes.set(xticks=places, xticklabels=SHOTS, xlabel="examples before", ylabel="labels right")
+        axes.legend()
 
 
 def main():

@@ -134,18 +134,14 @@ def tables(numbers):
 
 def picture(numbers, path):
     """The loss with few bits, over that with all of them."""
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(5, 3.4), layout="constrained")
-    for kind, k in numbers["kinds"].items():
-        rise = np.array([[loss - losses[0][0] for loss, _ in losses] for losses in k["bits"]])
-        (line,) = axes.plot(range(len(BITS)), rise.mean(axis=0), marker="o", label=kind)
-        axes.fill_between(range(len(BITS)), rise.min(axis=0), rise.max(axis=0), color=line.get_color(), alpha=0.2)
-    axes.set(xticks=range(len(BITS)), xticklabels=[b or 32 for b in BITS], xlabel="bits of a logit")
-    axes.set(ylabel="rise of the loss, nats a token")
-    axes.legend()
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    with experiments.drawing(path, (5, 3.4)) as axes:
+        places = range(len(BITS))
+        for kind, k in numbers["kinds"].items():
+            rises = [[loss - losses[0][0] for loss, _ in losses] for losses in k["bits"]]
+            experiments.band(axes, places, rises, marker="o", label=kind)
+        axes.set(xticks=places, xticklabels=[b or 32 for b in BITS], xlabel="bits of a logit")
+        axes.set_ylabel("rise of the loss, nats a token")
+        axes.legend()
 
 
 def main():

@@ -158,21 +158,16 @@ def tables(numbers):
 
 
 def picture(numbers, path):
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, len(SENTENCES), figsize=(12, 3), sharey=True, layout="constrained")
-    for ax, sentences in zip(axes, SENTENCES):
-        for kind, models in numbers["kinds"].items():
-            lines = np.array([[mean(cells, "all", facts=f, sentences=sentences) for f in FACTS] for cells in models])
-            (line,) = ax.plot(FACTS, lines.mean(axis=0), marker="o", label=kind)
-            ax.fill_between(FACTS, lines.min(axis=0), lines.max(axis=0), color=line.get_color(), alpha=0.2)
-        longer = " (longer than trained on)" * (sentences not in short(numbers))
-        ax.set(title=f"{4 * sentences} tokens{longer}", xlabel="facts", xticks=FACTS, ylim=(0, 1.03))
-        ax.title.set_fontsize(9)
-    axes[0].set_ylabel("answers right")
-    axes[0].legend()
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    with experiments.drawing(path, (12, 3), len(SENTENCES), sharey=True) as axes:
+        for ax, sentences in zip(axes, SENTENCES):
+            for kind, models in numbers["kinds"].items():
+                found = [[mean(cells, "all", facts=f, sentences=sentences) for f in FACTS] for cells in models]
+                experiments.band(ax, FACTS, found, marker="o", fillstyle="none", label=kind)
+            longer = " (longer than trained on)" * (sentences not in short(numbers))
+            ax.set_title(f"{4 * sentences} tokens{longer}", fontsize=9)
+            ax.set(xlabel="facts", xticks=FACTS, ylim=(-0.03, 1.03))
+        axes[0].set_ylabel("answers right")
+        axes[0].legend()
 
 
 def main():

@@ -98,19 +98,14 @@ def tables(numbers):
 
 
 def picture(numbers, path):
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(5, 3.6), layout="constrained")
-    for kind, k in numbers["kinds"].items():
-        losses = np.array(k["val_loss"])
-        (drawn,) = axes.plot(k["params"], losses.mean(axis=0), marker="o", linewidth=0, label=kind)
-        for own in losses:
-            a, b, _ = line(k["params"], own)
-            axes.plot(k["params"], a - b * np.log(k["params"]), color=drawn.get_color(), alpha=0.3)
-    axes.set(xscale="log", xlabel="parameters", ylabel="validation loss, nats a token")
-    axes.legend()
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    with experiments.drawing(path, (5, 3.6)) as axes:
+        for kind, k in numbers["kinds"].items():
+            (drawn,) = axes.plot(k["params"], np.mean(k["val_loss"], axis=0), "o", label=kind)
+            for own in k["val_loss"]:
+                a, b, _ = line(k["params"], own)
+                axes.plot(k["params"], a - b * np.log(k["params"]), color=drawn.get_color(), alpha=0.3)
+        axes.set(xscale="log", xlabel="parameters", ylabel="validation loss, nats a token")
+        axes.legend()
 
 
 def main():
