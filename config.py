@@ -29,7 +29,7 @@ class TrainConfig:
     n_head: int = 2  # query heads of the standard kind
     n_kv_head: int = 0  # key heads; 0 means n_head
     n_embd: int = 64  # channels
-    block_size: int = 128  # tokens a window
+    block_size: int = 112  # tokens a window
     dropout: float = 0.0
     init_std: float = GPTConfig.init_std  # of every matrix at the start but the embedding
     emb_std: float = GPTConfig.emb_std  # of the token embedding at the start
@@ -51,7 +51,7 @@ class TrainConfig:
     questions: int = Difficulty.questions  # stories: questions at the end
 
     # the optimiser
-    max_iters: int = 4400  # updates
+    max_iters: int = 5000  # updates
     batch_size: int = 32  # windows a micro-batch
     gradient_accumulation_steps: int = 1  # micro-batches an update, in each process of torchrun's
     learning_rate: float = 3e-3  # at its highest
@@ -122,7 +122,7 @@ AT_LEAST = {
 PRESETS = {
     "laptop": {},  # the defaults
     # harder stories, about half an hour; not run to its end here
-    "long": dict(questions=8, distractors=6, denials=8, restatements=2, block_size=192, max_iters=10000),
+    "long": dict(questions=8, distractors=6, denials=4, restatements=2, block_size=192, max_iters=10000),
     # the size and the steps of nanoGPT's recipe for a CPU, with enough heads for `diff` to have four
     "shakespeare": dict(
         dataset="shakespeare", n_layer=4, n_head=8, n_embd=128, block_size=64, emb_std=0.1, batch_size=12,

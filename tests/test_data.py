@@ -182,7 +182,7 @@ def test_stories_are_the_same_bytes_everywhere():
     assert hashlib.sha256(text.encode()).hexdigest() == STORIES_SHA256
 
 
-STORIES_SHA256 = "b296e255351a36c01bd996de31dd877a689e86aca88661223ab29ea02f65eab6"
+STORIES_SHA256 = "52dabbee30160b247e71bbc4ddaf4620f35acdcd0105f8b524575e06a25ba174"
 HARD = Difficulty(people=5, fewest=5, distractors=3, denials=2, restatements=2, questions=3)
 
 
