@@ -29,7 +29,7 @@ def calls(path):
 
 
 def test_nothing_is_executed_or_unpickled():
-    """No call could run code that a file holds; checkpoints load as weights alone, arrays without objects."""
+    """Report 20. No call could run code that a file holds; checkpoints load as weights, arrays without objects."""
     forbidden = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "pickle.load", "pickle.loads",
                  "importlib.import_module", "yaml.load", "torch.hub.load", "shutil.unpack_archive"}  # fmt: skip
     loads = 0
