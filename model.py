@@ -16,7 +16,6 @@ size, the paper's d), V vocabulary. Read from top to bottom: every name is known
 """
 
 import math
-import zlib
 from dataclasses import dataclass
 from functools import partial
 
@@ -26,6 +25,7 @@ import torch.nn.functional as F
 
 from blocks import in_blocks
 from generation import stream
+from initial import initialize
 
 
 @dataclass
@@ -319,29 +319,7 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(cfg.n_embd, cfg.vocab_size, bias=False)
         if cfg.tie_embeddings:
             self.lm_head.weight = self.tok_emb.weight
-        self.init_weights(seed)
-
-    @torch.no_grad()
-    def init_weights(self, seed):
-        """Every initial value: the embedding N(0, emb_std), other matrices N(0, init_std), those that end a residual
-        branch divided by sqrt(2 n_layer) as in GPT-2, norm gains 1, lambda vectors N(0, 0.1).
-
-        Tokens start much larger than what the branches add to them: at equal scales a small model takes
-        several times as long to look anything up, or never does (LOG.md).
-        Lambda vectors must not be zero: each one's gradient is a multiple of its partner. A tensor's
-        values depend on the seed and its name only, so kinds start from equal weights where they share them.
-        """
-        for name, p in self.named_parameters():
-            if p.is_meta:  # a model to count with: it has no values
-                continue
-            if p.ndim == 1 and ".lambda_" not in name:
-                p.fill_(1.0)
-                continue
-            std = 0.1 if p.ndim == 1 else self.cfg.emb_std if name == "tok_emb.weight" else self.cfg.init_std
-            if name.endswith(("out_proj.weight", "down_proj.weight")):
-                std /= math.sqrt(2 * self.cfg.n_layer)
-            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-            p.copy_(torch.randn(p.shape, generator=generator, device="cpu") * std)
+        initialize(self, seed)
 
     def features(self, idx, caches=None):
         """(B, T) ids of the next T tokens, any T -> (B, T, C), what the head scores."""

@@ -192,6 +192,8 @@ def train(cfg, team=ALONE):
             )  # fmt: skip
 
     print(f"{run}: update {step} of {cfg.max_iters}, {len(windows[0])} validation windows of {cfg.dataset}")
+    if cfg.resume and step >= cfg.max_iters:
+        print(f"this run is complete: a larger --max_iters than {cfg.max_iters} would go on with it")
     if entropy is not None:
         guesses = ", ".join(f"{guess} {share:.0%}" for guess, share in dataset.meta["guesses"].items())
         print(f"entropy of all stories {dataset.meta['expected_entropy']:.4f}; answers right by guessing: {guesses}")

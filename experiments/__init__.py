@@ -28,7 +28,7 @@ RUNS = checkpoint.RUNS / "experiments"
 
 ROOT = Path(__file__).parent.parent
 # What a run's numbers come from, as it was imported: a file that changes meanwhile is another run's.
-NAMES = [*(f"{name}.py" for name in ("model", "blocks", "train", "evaluate", "run_log")), "data/*.py"]
+NAMES = [*(f"{name}.py" for name in ("model", "initial", "blocks", "train", "evaluate", "run_log")), "data/*.py"]
 CODE = {path: path.read_bytes() for name in NAMES for path in sorted(ROOT.glob(name))}
 
 TUNED = ("learning_rate", "init_std")  # what experiments.tune tries, in this order

@@ -23,6 +23,7 @@ import data
 import train as training
 from config import CHOICES, PRESETS, TrainConfig
 from device import precision
+from initial import initialize
 from model import ATTENTIONS, GPT
 from run_log import Log, read_log
 from train import evaluate, learning_rate, make_optimizer, train
@@ -322,6 +323,15 @@ def test_best_is_kept_apart_from_latest(tiny, monkeypatch):
     assert checkpoint.load("run/best.pt")["best_val_loss"] == 1.0
 
 
+def test_a_finished_run_says_so(tiny, capsys):
+    train(tiny(out_dir="run", max_iters=2))
+    assert "complete" not in capsys.readouterr().out
+    train(tiny(out_dir="run", max_iters=2, resume=True))
+    assert "this run is complete: a larger --max_iters than 2 would go on with it" in capsys.readouterr().out
+    train(tiny(out_dir="run", max_iters=3, resume=True))
+    assert "complete" not in capsys.readouterr().out
+
+
 def test_resuming_does_not_forget_the_best(tiny, monkeypatch):
     """The last evaluation comes after the last save; its result is in best.pt alone."""
     losses = iter([3.0, 2.5, 1.0, 2.0, 2.2])
@@ -550,15 +560,13 @@ def test_a_scaler_skips_updates_but_not_for_ever(tiny, monkeypatch):
 
 
 def test_a_lambda_out_of_range_is_named(tiny, monkeypatch):
-    init = GPT.init_weights
-
-    def far(self, seed):
-        init(self, seed)
-        for name, p in self.named_parameters():
+    def far(gpt, seed):
+        initialize(gpt, seed)
+        for name, p in gpt.named_parameters():
             if "blocks.1.attn.lambda_q1" in name or "blocks.1.attn.lambda_k1" in name:
                 p.data.fill_(5.0)
 
-    monkeypatch.setattr(GPT, "init_weights", far)
+    monkeypatch.setattr("model.initialize", far)
     with pytest.raises(
         FloatingPointError, match="the lambda of layer 1 is inf at update 0: the run is lost from there. "
     ):
