@@ -108,19 +108,29 @@ def best_of(kind, base):
     return replace(base, **found["kinds"][kind]["best"])
 
 
-def models(base, kinds, seeds, tuned=False):
-    """Yields (kind, seed, model, result): of each trained run its last weights, in eval mode, and its numbers.
+def own(kind, base, tuned):
+    """`base`, a TrainConfig, as this kind is trained, and checked; `tuned`: with what experiments.tune found for it."""
+    cfg = replace(best_of(kind, base) if tuned else base, attention=kind)
+    cfg.check()
+    return cfg
 
-    Trains what is missing: `base`, a TrainConfig, with this kind and seed, as experiments.compare does.
+
+def runs(base, kinds, seeds, tuned=False):
+    """Yields (kind, seed, result): the numbers of each run. Trains what is missing.
+
+    Runs of one seed share their batches and, where kinds share weights, the initial values.
     """
-    own = {kind: replace(best_of(kind, base) if tuned else base, attention=kind) for kind in kinds}
-    for cfg in own.values():
-        cfg.check()  # all of them before the first is trained
+    cfgs = {kind: own(kind, base, tuned) for kind in kinds}  # all of them checked before the first is trained
     for seed in seeds:
-        for kind in kinds:
+        for kind, cfg in cfgs.items():
             print(f"\n--- {kind}, seed {seed}")
-            result = trained(replace(own[kind], seed=seed, data_seed=seed))
-            yield kind, seed, checkpoint.load_model(checkpoint.load(Path(result["out_dir"]) / "ckpt.pt")), result
+            yield kind, seed, trained(replace(cfg, seed=seed, data_seed=seed))
+
+
+def models(base, kinds, seeds, tuned=False):
+    """`runs`, and of each its last weights, in eval mode: (kind, seed, model, result)."""
+    for kind, seed, result in runs(base, kinds, seeds, tuned):
+        yield kind, seed, checkpoint.load_model(checkpoint.load(Path(result["out_dir"]) / "ckpt.pt")), result
 
 
 def equally_long(windows, count):

@@ -14,8 +14,10 @@ from pathlib import Path
 
 import experiments
 from config import TrainConfig
-from experiments import TUNED, against, best_of, mean_sd, paired, pm, trained
+from experiments import TUNED, against, pm
 from model import ATTENTIONS
+
+EACH = ("val_loss", "answers", "lambdas", "history", "tokens_per_s", "seconds")  # what is kept of each run
 
 
 @dataclass
@@ -31,30 +33,20 @@ class CompareConfig:
 
 
 def compare(cfg):
-    """Trains what is missing. Returns {"settings", "kinds": {kind: {"params", "runs", ...}}}, plain types."""
+    """Trains what is missing. Returns {"settings", "seeds", "baseline", "kinds": {kind: numbers}}, plain types."""
     experiments.check(cfg)
     cfg = experiments.shortened(cfg)
     seeds = range(cfg.first_seed, cfg.first_seed + cfg.seeds)
-    base = replace(cfg.train, dataset=cfg.dataset)
-    own = {kind: replace(best_of(kind, base) if cfg.tuned else base, attention=kind) for kind in cfg.kinds}
-    for kind in cfg.kinds:
-        own[kind].check()  # all of them before the first is trained
-    runs = {kind: [] for kind in cfg.kinds}
-    for seed in seeds:
-        for kind in cfg.kinds:
-            print(f"\n--- {kind}, seed {seed}")
-            runs[kind].append(trained(replace(own[kind], seed=seed, data_seed=seed)))
+    base, runs = replace(cfg.train, dataset=cfg.dataset), {kind: [] for kind in cfg.kinds}
+    for kind, _, result in experiments.runs(base, cfg.kinds, seeds, cfg.tuned):
+        runs[kind].append(result)
     numbers = {"settings": vars(base), "seeds": list(seeds), "baseline": cfg.kinds[0], "kinds": {}}
     for kind, results in runs.items():
-        losses = [r["val_loss"] for r in results]
         numbers["kinds"][kind] = {
-            "params": results[0]["params"], **{name: getattr(own[kind], name) for name in TUNED},
-            "val_loss": losses, "mean_sd": mean_sd(losses),
-            "difference": paired(losses, [r["val_loss"] for r in runs[cfg.kinds[0]]]),
-            "answers": [r["answers"] for r in results], "entropy": results[0]["entropy"],
-            "lambdas": [r["lambdas"] for r in results], "history": [r["history"] for r in results],
-            "tokens_per_s": [r["tokens_per_s"] for r in results], "seconds": [r["seconds"] for r in results],
-        }  # fmt: skip
+            **{name: getattr(experiments.own(kind, base, cfg.tuned), name) for name in TUNED},
+            **{name: results[0][name] for name in ("params", "entropy")},
+            **{name: [r[name] for r in results] for name in EACH},
+        }
     return numbers
 
 

@@ -43,7 +43,7 @@ def scaling(cfg):
         for kind in cfg.kinds:
             replace(base, attention=kind).check()  # all of them before the first is trained
     for base in bases:
-        for kind, seed, _, result in experiments.models(base, cfg.kinds, seeds):
+        for kind, seed, result in experiments.runs(base, cfg.kinds, seeds):
             kinds[kind]["val_loss"][seed - cfg.first_seed].append(result["val_loss"])
             kinds[kind]["params"] += [result["params"]] * (seed == cfg.first_seed)
     return {"train": asdict(cfg.train), "seeds": list(seeds), "widths": list(cfg.widths), "kinds": kinds}

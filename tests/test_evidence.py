@@ -96,7 +96,7 @@ def test_tuning_finds_what_is_best_for_each_kind(monkeypatch):
     compared = []
     result = {"params": 1, "val_loss": 2.0, "answers": None, "entropy": None, "lambdas": [], "history": [],
               "tokens_per_s": 1.0, "seconds": 1.0}  # fmt: skip
-    monkeypatch.setattr(compare, "trained", lambda cfg: compared.append(cfg) or result)
+    monkeypatch.setattr(experiments, "trained", lambda cfg: compared.append(cfg) or result)
     cfg = compare.CompareConfig(kinds=("standard", "diff"), seeds=1, tuned=True, train=base)
     assert compare.compare(cfg)["kinds"]["standard"]["learning_rate"] == 2e-3
     assert [(cfg.learning_rate, cfg.init_std) for cfg in compared] == list(ideal.values())
