@@ -115,7 +115,7 @@ SPIKE = 0.5  # nats: a training loss so far above the lowest before it
 @dataclass
 class AblationsConfig:
     seeds: int = 3  # runs of each
-    first_seed: int = 0  # of these runs
+    first_seed: int = experiments.FIRST_SEED  # of these runs
     updates: int = 400  # of a run at a high learning rate
     quick: bool = False  # one seed, a quarter of the updates
     train: TrainConfig = field(default_factory=partial(experiments.preset, "shakespeare"))  # what all runs share

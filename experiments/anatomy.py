@@ -39,7 +39,7 @@ class AnatomyConfig:
     dataset: str = "shakespeare"  # whatever train.py takes
     kinds: tuple[str, ...] = tuple(ATTENTIONS)
     seeds: int = 5  # models of each kind
-    first_seed: int = 0  # of these models
+    first_seed: int = experiments.FIRST_SEED  # of these models
     windows: int = 8  # of the validation text, to look at maps; losses are of all of the run's
     tuned: bool = False  # each kind's own learning rate and initial scale, from tune-DATASET.json
     quick: bool = False  # one seed, a quarter of the updates

@@ -25,7 +25,7 @@ class CompareConfig:
     dataset: str = "stories"  # whatever train.py takes
     kinds: tuple[str, ...] = tuple(ATTENTIONS)  # the first is what the others are compared with
     seeds: int = 5  # runs of each kind
-    first_seed: int = 0  # of these runs; the others follow
+    first_seed: int = experiments.FIRST_SEED  # of these runs; the others follow
     tuned: bool = False  # each kind's own learning rate and initial scale, from tune-DATASET.json
     quick: bool = False  # one seed, a quarter of the updates
     name: str = ""  # of the files in results/; empty means compare-DATASET, and -changed if --train.NAME is given

@@ -43,7 +43,7 @@ SHOTS = (0, 1, 2, 4, 8, 16, 31)  # examples before the one that is scored
 class IclConfig:
     kinds: tuple[str, ...] = tuple(ATTENTIONS)  # the first is what the others are compared with
     seeds: int = 3  # models of each kind
-    first_seed: int = 0  # of these models
+    first_seed: int = experiments.FIRST_SEED  # of these models
     texts: int = 50000  # to train on
     texts_asked: int = 200  # in which every label is asked for
     examples: int = 8  # of a set whose order is changed, equally many of each class

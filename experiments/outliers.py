@@ -29,7 +29,7 @@ TOP = {"1st": 0, "2nd": 1, "3rd": 2, "10th": 9, "100th": 99, "median": None}  # 
 class OutliersConfig:
     kinds: tuple[str, ...] = tuple(ATTENTIONS)  # the first is what the others are compared with
     seeds: int = 5  # models of each kind
-    first_seed: int = 0  # of these models
+    first_seed: int = experiments.FIRST_SEED  # of these models
     windows: int = 20  # of the validation text, for the largest values; losses are of all of the run's
     tuned: bool = False  # each kind's own learning rate and initial scale, from tune-stories.json
     quick: bool = False  # one seed, a quarter of the updates

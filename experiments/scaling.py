@@ -26,7 +26,7 @@ class ScalingConfig:
     kinds: tuple[str, ...] = tuple(ATTENTIONS)  # the first is what the others are compared with
     widths: tuple[int, ...] = (32, 48, 64, 96, 128)  # channels, in heads of 16 or 24
     seeds: int = 3  # runs of each
-    first_seed: int = 0  # of these runs
+    first_seed: int = experiments.FIRST_SEED  # of these runs
     quick: bool = False  # one seed, a quarter of the updates
     train: TrainConfig = field(default_factory=partial(experiments.preset, "shakespeare"))  # what all runs share
 

@@ -71,7 +71,7 @@ def test_compare_pairs_its_runs(tiny, monkeypatch):
     compare.compare(compare.CompareConfig(dataset=tiny().dataset, seeds=2, train=tiny()))
     for i in (0, 3):
         kinds = [replace(cfg, attention="") for cfg in seen[i : i + 3]]
-        assert kinds[0] == kinds[1] == kinds[2] and kinds[0].seed == kinds[0].data_seed == i // 3
+        assert kinds[0] == kinds[1] == kinds[2] and kinds[0].seed == kinds[0].data_seed == 1 + i // 3
     for change in (dict(seeds=0), dict(seeds=11), dict(kinds=("standard", "dif")), dict(train=tiny(seed=3))):
         seen.clear()
         with pytest.raises(ValueError):
