@@ -29,7 +29,7 @@ class TrainConfig:
     n_head: int = 2  # query heads of the standard kind
     n_kv_head: int = 0  # key heads; 0 means n_head
     n_embd: int = 64  # channels
-    block_size: int = 112  # tokens a window
+    block_size: int = 120  # tokens a window
     dropout: float = 0.0
     init_std: float = GPTConfig.init_std  # of every matrix at the start but the embedding
     emb_std: float = GPTConfig.emb_std  # of the token embedding at the start
@@ -51,7 +51,7 @@ class TrainConfig:
     questions: int = Difficulty.questions  # stories: questions at the end
 
     # the optimiser
-    max_iters: int = 5000  # updates
+    max_iters: int = 4600  # updates
     batch_size: int = 32  # windows a micro-batch
     gradient_accumulation_steps: int = 1  # micro-batches an update, in each process of torchrun's
     learning_rate: float = 3e-3  # at its highest

@@ -44,7 +44,7 @@ class Difficulty:
     people: int = 12  # at most, each with something they do
     fewest: int = 2  # people; how many there are is drawn for each story
     distractors: int = 3  # sentences about nothing
-    denials: int = 0  # sentences about what nobody does, which is no answer
+    denials: int = 2  # sentences about what nobody does, which is no answer
     restatements: int = 0  # facts said a second time, after all of them were said
     questions: int = 6  # each about one of the people, drawn anew
     train_stories: int = 100000

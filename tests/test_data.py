@@ -182,7 +182,7 @@ def test_stories_are_the_same_bytes_everywhere():
     assert hashlib.sha256(text.encode()).hexdigest() == STORIES_SHA256
 
 
-STORIES_SHA256 = "52dabbee30160b247e71bbc4ddaf4620f35acdcd0105f8b524575e06a25ba174"
+STORIES_SHA256 = "3d946cb30ca014c0cfc273b21d140a0b0e74e14904b6094d73b18d625925d8ce"
 HARD = Difficulty(people=5, fewest=5, distractors=3, denials=2, restatements=2, questions=3)
 
 
