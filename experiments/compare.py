@@ -80,8 +80,8 @@ def sooner(runs, baseline):
     return pm(shares, "{:.0%}") if len(there) == len(runs) else f"{len(there)} of {len(runs)} get there"
 
 
-def table(numbers):
-    """The rows that the terminal and the README show."""
+def tables(numbers):
+    """{name: rows} of what the terminal and the README show."""
     kinds, baseline = numbers["kinds"], numbers["baseline"]
     asks = kinds[baseline]["answers"][0] is not None
     columns = ["attention", "parameters", "seeds", "validation loss"]
@@ -98,7 +98,7 @@ def table(numbers):
             row.append(", ".join(f"{a:.0%}" if a in (0, 1) else f"{a:.1%}" for a in k["answers"]))
             row.append(", ".join(str(half_right(run) or "never") for run in k["history"]))
         rows.append(row)
-    return rows
+    return {"losses": rows}
 
 
 def picture(numbers, path):
@@ -115,7 +115,7 @@ def picture(numbers, path):
 
 
 def main():
-    experiments.command(CompareConfig, compare, "compare", lambda numbers: {"": table(numbers)}, picture, __doc__)
+    experiments.command(CompareConfig, compare, "compare", tables, picture, __doc__)
 
 
 if __name__ == "__main__":

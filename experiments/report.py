@@ -161,8 +161,8 @@ def wrong(name):
     return ""
 
 
-def table():
-    """The rows that the terminal and the README show; claims whose result is not there, or not right, say so."""
+def tables():
+    """{name: rows} of what the terminal and the README show; claims whose result is missing, or not right, say so."""
     rows, faults = (
         [["claim", "published", "here", "seeds", "verdict", "command"]],
         {n: wrong(n) for n in NEEDED},
@@ -174,7 +174,7 @@ def table():
             (ours, verdict), seeds = read(numbers, *kinds), str(len(numbers["seeds"]))
         rows.append([claim, published, ours, seeds, verdict, experiments.how(name)])
     rows += [[claim, "better", "", "", f"cannot be asked here: {why}", ""] for claim, why in NEVER.items()]
-    return rows
+    return {"claims": rows}
 
 
 def main():
@@ -184,7 +184,7 @@ def main():
 
     sys.stdout.reconfigure(errors="replace")
     cfg = tyro.cli(ReportConfig, description=__doc__)
-    print_table(table())
+    print_table(tables()["claims"])
     faults = list(filter(None, map(wrong, NEEDED)))
     for fault in faults:
         print(fault, file=sys.stderr)

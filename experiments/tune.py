@@ -66,8 +66,8 @@ def score(losses):
     return math.inf if None in losses else statistics.fmean(losses)
 
 
-def table(numbers):
-    """The rows that the terminal shows: a try each, the best marked, "edge" where better may lie beyond."""
+def tables(numbers):
+    """{name: rows}: a row for each try, the best marked, "at the edge" where better may lie beyond."""
     rows = [["attention", *TUNED, "validation loss", ""]]
     for kind, k in numbers["kinds"].items():
         for one in k["tries"]:
@@ -77,11 +77,11 @@ def table(numbers):
             rows.append(
                 [kind, *(f"{one[name]:g}" for name in TUNED), pm(one["val_loss"], "{:.4f}") or "diverged", mark]
             )
-    return rows
+    return {"tries": rows}
 
 
 def main():
-    experiments.command(TuneConfig, tune, "tune", lambda numbers: {"": table(numbers)}, None, __doc__)
+    experiments.command(TuneConfig, tune, "tune", tables, None, __doc__)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import tyro
 
-import experiments
 from config import TrainConfig
 from experiments import (
     ablations,
@@ -20,6 +19,7 @@ from experiments import (
     length,
     maps,
     outliers,
+    readme,
     report,
     retrieval,
     scaling,
@@ -92,22 +92,16 @@ def test_the_two_commands_are_there():
     assert "\npip install -r requirements-dev.txt && pytest\n" in README
 
 
-def shown(marker):
-    """The cells of the table after a marker comment."""
-    block = README.split(f"<!-- {marker} -->\n")[1].split("\n\n")[0]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines()]
-    return rows[:1] + rows[2:]
-
-
-@pytest.mark.parametrize("name", ["compare-stories", "compare-shakespeare"])
-def test_tables_of_losses_are_the_results(name):
-    assert shown(name) == compare.table(experiments.load(name))
-
-
-@pytest.mark.parametrize("experiment, name", [(speed, "step"), (speed, "generation"), (length, "layer")])
-def test_tables_of_speed_are_the_results(experiment, name):
-    results = experiment.__name__.split(".")[-1]
-    assert shown(f"{results}: {name}") == experiment.tables(experiments.load(results))[name]
+def test_tables_are_the_results(monkeypatch, tmp_path):
+    assert README.count("<!-- ") >= 6 and readme.filled(README) == README
+    spoilt = README.replace(" ± 0.0", " ± 0.1")
+    assert spoilt != README and readme.filled(spoilt) == README
+    monkeypatch.setattr(readme, "README", tmp_path / "README.md")
+    (tmp_path / "README.md").write_text(spoilt, encoding="utf-8")
+    readme.main()
+    assert (tmp_path / "README.md").read_text(encoding="utf-8") == README
+    with pytest.raises(ValueError, match="compare-nothing.json does not exist"):
+        readme.filled("<!-- compare-nothing: losses -->\n")
 
 
 def test_pictures_are_there():

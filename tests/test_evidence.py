@@ -82,7 +82,7 @@ def test_tuning_finds_what_is_best_for_each_kind(monkeypatch):
     assert {kind: (k["best"]["learning_rate"], k["best"]["init_std"]) for kind, k in numbers["kinds"].items()} == ideal
     assert [len(k["tries"]) for k in numbers["kinds"].values()] == [5, 5] and len(seen) == 2 * 5 * 2
     assert {cfg.seed for cfg in seen} == {100, 101} and all(cfg.seed == cfg.data_seed for cfg in seen)
-    best = [row for row in tune.table(numbers) if row[4].startswith("best")]
+    best = [row for row in tune.tables(numbers)["tries"] if row[4].startswith("best")]
     assert [row[:3] for row in best] == [["standard", "0.002", "0.2"], ["diff", "0.001", "0.1"]]
     assert best[0][4] == "best, at the edge of learning_rate and init_std" and best[1][4] == "best"
 
@@ -493,7 +493,7 @@ def test_claims_get_their_verdicts_from_results(capsys, monkeypatch):
     """Missing ones, those of few seeds and those of other settings get none, and fail the check by name."""
 
     def verdicts():
-        return {row[0]: row[2:5] for row in report.table()}
+        return {row[0]: row[2:5] for row in report.tables()["claims"]}
 
     assert verdicts()["V1 has a lower loss"] == ["", "", "not asked yet"]
     assert verdicts()["mathematics"][2].startswith("cannot be asked here")
@@ -542,7 +542,7 @@ def test_every_claim_can_be_read_from_its_result(variants, monkeypatch):
         experiments.save(experiments.RESULTS / f"{name}.json", numbers)
         monkeypatch.setitem(report.NEEDED, name, (TOY, 2))
         assert report.wrong(name) == ""
-    rows = report.table()[1:]
+    rows = report.tables()["claims"][1:]
     asked = [row for row in rows if not row[4].startswith("cannot")]
     assert len(asked) == len(report.CLAIMS) and all(row[2] and row[3] == "2" for row in asked)
     assert {row[4] for row in asked} <= {"seen", "opposite", "not distinguishable", ""}

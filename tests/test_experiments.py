@@ -90,7 +90,7 @@ def test_compare(tiny, tmp_path):
     standard, diff = numbers["kinds"].values()
     assert diff["params"] - standard["params"] == 2 * 6 * 8  # two layers of 6 D
     assert len(diff["val_loss"]) == 2 and diff["val_loss"][0] != diff["val_loss"][1]
-    rows = compare.table(numbers)
+    rows = compare.tables(numbers)["losses"]
     assert [row[0] for row in rows] == ["attention", "standard", "diff"]
     compare.picture(numbers, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 5000
@@ -104,10 +104,10 @@ def test_a_better_kind_wins_and_a_copy_is_not_distinguishable():
         return {"params": 1, "val_loss": losses, "answers": [None], "history": history}
 
     one = {**kind([1.9, 2.0, 1.8]), "val_loss": [1.9]}
-    row = compare.table({"baseline": "a", "kinds": {"a": kind([2.0, 2.1, 1.9]), "one": one}})[2]
+    row = compare.tables({"baseline": "a", "kinds": {"a": kind([2.0, 2.1, 1.9]), "one": one}})["losses"][2]
     assert row[3:5] == ["1.9000", "-0.1000 (one seed says nothing)"]
     kinds = {"a": kind([2.0, 2.1, 1.9]), "better": kind([1.9, 2.01, 1.8]), "same": kind([2.01, 2.08, 1.91])}
-    rows = compare.table({"baseline": "a", "kinds": kinds})
+    rows = compare.tables({"baseline": "a", "kinds": kinds})["losses"]
     assert [("not distinguishable" in row[4]) for row in rows[2:]] == [False, True]
     assert rows[2][4].startswith("-0.09")
 
