@@ -33,6 +33,7 @@ CODE = {path: path.read_bytes() for name in NAMES for path in sorted(ROOT.glob(n
 
 FIRST_SEED = 1  # of those that are compared: 0 is the quick start's, whose text was chosen with it in view
 TUNED = ("learning_rate", "init_std")  # what experiments.tune tries, in this order
+REMEMBERED = []  # seconds of training that this process was spared
 
 # Settings that say where a run is and how it goes on, not what it computes.
 PLACE = {"out_dir": "", "resume": False, "preset": "laptop"}
@@ -68,6 +69,7 @@ def trained(cfg):
     done = run / "result.json"
     if done.exists():
         print(f"remembered: {run}")
+        REMEMBERED.append(json.loads(done.read_text())["seconds"])
     else:
         result = train(replace(cfg, out_dir=str(run), resume=(run / "ckpt.pt").exists()))
         if "interrupted" in result:
@@ -267,7 +269,7 @@ def command(kind, run, name, tables, picture, description):
     except (ValueError, OSError, FloatingPointError) as error:
         sys.exit(f"{name}: {error}")
     name = own or name + "-tuned" * getattr(cfg, "tuned", False) + "-quick" * cfg.quick
-    minutes = round((time.perf_counter() - start) / 60, 1)  # without those of runs that were remembered
+    minutes = round((time.perf_counter() - start + sum(REMEMBERED)) / 60, 1)
     save(RESULTS / f"{name}.json", {"minutes": minutes, **numbers})
     if picture:
         picture(numbers, RESULTS / f"{name}.png")

@@ -1,7 +1,7 @@
 """What do trained pairs of maps look like: rank, entropy, negative weight, likeness of heads, lambda?
 
-    python -m experiments.anatomy --dataset=shakespeare     # the models of experiments.compare, 4 pairs a layer
-    python -m experiments.anatomy --dataset=stories         # one pair a layer: heads have nobody to be like
+    python -m experiments.anatomy --dataset=shakespeare --tuned     # the models of experiments.compare, 4 pairs a layer
+    python -m experiments.anatomy --dataset=stories                 # one pair a layer: heads have nobody to be like
 
 Effective rank is the exponential of the entropy of the normalised singular values; entropy is that of a row over the
 tokens it may look at. Heads of a layer are held against each other by the cosine of their maps (the weights on V) and

@@ -4,7 +4,8 @@
     python -m experiments.report --check     # and fails if a result is missing, or of other settings or too few seeds
 
 A verdict is of pairs of runs with equal seeds: "seen" or "opposite" where a 95 % confidence interval of their
-differences leaves zero out on that side, else "not distinguishable".
+differences leaves zero out on that side, else "not distinguishable". Minutes are those of the whole command, with the
+runs that it shares with others.
 """
 
 import statistics
@@ -18,7 +19,7 @@ SHAKESPEARE, STORIES = preset("shakespeare"), TrainConfig()
 # Of each result: the settings that its runs share now, and how many seeds it needs.
 NEEDED = {
     "compare-shakespeare-tuned": (SHAKESPEARE, 5), "scaling": (SHAKESPEARE, 3), "ablations": (SHAKESPEARE, 3),
-    "anatomy-shakespeare": (SHAKESPEARE, 3), "retrieval": (STORIES, 5), "outliers": (STORIES, 3),
+    "anatomy-shakespeare-tuned": (SHAKESPEARE, 3), "retrieval": (STORIES, 5), "outliers": (STORIES, 3),
     "icl": (replace(STORIES, max_iters=3000), 3),
 }  # fmt: skip
 # What a comparison or an experiment sets itself, run by run.
@@ -111,7 +112,7 @@ ANSWER, NOISE = of_kinds(False, attention_on("answer")), of_kinds(True, attentio
 ANY_ORDER, BY_CLASS = (of_kinds(True, spread(sort), "{:.1%}") for sort in icl.SORTS)
 LOGIT, STATE = (of_kinds(True, largest(what), "{:.1f}") for what in ("logits", "hidden states"))
 FEW_BITS, ALIKE, UNEVEN = (of_kinds(True, values) for values in (rise, of("cosine"), of("spread")))
-TUNED, HEADS = "compare-shakespeare-tuned", "anatomy-shakespeare"
+TUNED, HEADS = "compare-shakespeare-tuned", "anatomy-shakespeare-tuned"
 # (claim, published, result, its reader, the kind, what it is compared with if not standard)
 CLAIMS = [
     ("V1 has a lower loss", "by 0.025 to 0.032", TUNED, LOWER, "diff"),
@@ -164,16 +165,17 @@ def wrong(name):
 def tables():
     """{name: rows} of what the terminal and the README show; claims whose result is missing, or not right, say so."""
     rows, faults = (
-        [["claim", "published", "here", "seeds", "verdict", "command"]],
+        [["claim", "published", "here", "seeds", "verdict", "command", "minutes"]],
         {n: wrong(n) for n in NEEDED},
     )
     for claim, published, name, read, *kinds in CLAIMS:
-        ours, verdict, seeds = "", "not asked yet", ""
+        ours, verdict, seeds, minutes = "", "not asked yet", "", ""
         if not faults[name]:
             numbers = experiments.load(name)
             (ours, verdict), seeds = read(numbers, *kinds), str(len(numbers["seeds"]))
-        rows.append([claim, published, ours, seeds, verdict, experiments.how(name)])
-    rows += [[claim, "better", "", "", f"cannot be asked here: {why}", ""] for claim, why in NEVER.items()]
+            minutes = f"{numbers['minutes']:.0f}"
+        rows.append([claim, published, ours, seeds, verdict, f"`{experiments.how(name)}`", minutes])
+    rows += [[claim, "better", "", "", f"cannot be asked here: {why}", "", ""] for claim, why in NEVER.items()]
     return {"claims": rows}
 
 

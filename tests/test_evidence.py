@@ -500,10 +500,13 @@ def test_claims_get_their_verdicts_from_results(capsys, monkeypatch):
     better, same = arm(1.9, 2.0, 1.8, 1.91, 1.9), arm(2.01, 2.08, 1.91, 2.0, 2.0)
     kinds = {"standard": arm(2.0, 2.1, 1.9, 2.0, 2.0), "diff": better, "diff_v2": same}
     numbers = {"settings": asdict(report.SHAKESPEARE), "seeds": [*range(5)], "baseline": "standard", "kinds": kinds}
+    numbers["minutes"] = 41.6
     path = experiments.RESULTS / "compare-shakespeare-tuned.json"
     experiments.save(path, numbers)
     told, seeds, verdict = verdicts()["V1 has a lower loss"]
     assert told.startswith("2.000 → 1.902 (-0.098 ± ") and (seeds, verdict) == ("5", "seen")
+    row = next(row for row in report.tables()["claims"] if row[0] == "V1 has a lower loss")
+    assert row[5:] == ["`python -m experiments.compare --dataset=shakespeare --tuned`", "42"]
     assert verdicts()["V2 has a lower loss"][2] == "not distinguishable"
     told, _, verdict = verdicts()["V1 needs fewer tokens for an equal loss"]
     assert told.startswith("100% → 95%") and verdict == "seen"
@@ -533,13 +536,13 @@ def test_every_claim_can_be_read_from_its_result(variants, monkeypatch):
         "compare-shakespeare-tuned": compare.compare(compare.CompareConfig(seeds=2, train=TOY)),
         "scaling": scaling.scaling(scaling.ScalingConfig(widths=(16, 32, 64), seeds=2, train=TOY)),
         "ablations": ablations.ablations(ablations.AblationsConfig(updates=2, seeds=2, train=TOY)),
-        "anatomy-shakespeare": anatomy.anatomy(anatomy.AnatomyConfig(dataset="stories", seeds=2, train=TOY)),
+        "anatomy-shakespeare-tuned": anatomy.anatomy(anatomy.AnatomyConfig(dataset="stories", seeds=2, train=TOY)),
         "retrieval": retrieval.retrieval(retrieval.RetrievalConfig(seeds=2, texts=1, train=TOY)),
         "outliers": outliers.outliers(outliers.OutliersConfig(seeds=2, train=TOY)),
         "icl": icl.icl(icl.IclConfig(seeds=2, texts=5, texts_asked=3, sets=2, orders=2, train=TOY)),
     }
     for name, numbers in made.items():
-        experiments.save(experiments.RESULTS / f"{name}.json", numbers)
+        experiments.save(experiments.RESULTS / f"{name}.json", {"minutes": 2.0, **numbers})
         monkeypatch.setitem(report.NEEDED, name, (TOY, 2))
         assert report.wrong(name) == ""
     rows = report.tables()["claims"][1:]

@@ -41,7 +41,9 @@ def test_trained_runs_are_remembered_and_gone_on_with(tiny, monkeypatch, capsys)
         return {"val_loss": 1.0}
 
     monkeypatch.setattr("train.train", stand_in)
+    monkeypatch.setattr(experiments, "REMEMBERED", [])
     assert trained(tiny(max_iters=6, out_dir="elsewhere")) == first and not called
+    assert experiments.REMEMBERED == [first["seconds"]] and first["seconds"] > 0
     assert "remembered" in capsys.readouterr().out
     trained(tiny(max_iters=6, seed=1))
     assert called[0].seed == 1 and not called[0].resume
