@@ -34,6 +34,7 @@ CODE = {path: path.read_bytes() for name in NAMES for path in sorted(ROOT.glob(n
 FIRST_SEED = 1  # of those that are compared: 0 is the quick start's, whose text was chosen with it in view
 TUNED = ("learning_rate", "init_std")  # what experiments.tune tries, in this order
 REMEMBERED = []  # seconds of training that this process was spared
+QUICK_PEOPLE = 6  # in a story, at most
 
 # Settings that say where a run is and how it goes on, not what it computes.
 PLACE = {"out_dir": "", "resume": False, "preset": "laptop"}
@@ -148,12 +149,13 @@ def equally_long(windows, count):
 
 
 def shortened(cfg):
-    """Of an experiment's settings with --quick: one seed, a quarter of the updates."""
+    """Of an experiment's settings with --quick: one seed, a quarter of the updates, stories easy enough for that."""
     if not cfg.quick:
         return cfg
-    updates = max(1, cfg.train.max_iters // 4)
-    print(f"quick: one seed, {updates} updates a run")
-    return replace(cfg, seeds=1, train=replace(cfg.train, max_iters=updates))
+    t = cfg.train
+    t = replace(t, max_iters=max(1, t.max_iters // 4), people=max(t.fewest, min(t.people, QUICK_PEOPLE)), denials=0)
+    print(f"quick: one seed, {t.max_iters} updates a run; stories have {t.people} people at most and no denials")
+    return replace(cfg, seeds=1, train=t)
 
 
 def mean_sd(values):

@@ -592,6 +592,17 @@ def test_a_result_of_other_settings_has_another_name(flags, name, monkeypatch, c
         experiments.command(ToyConfig, None, "toy", None, None, "A toy.")
 
 
+def test_quick_is_shorter_and_easier():
+    settings = compare.CompareConfig(seeds=4, train=TrainConfig(max_iters=400, people=9, fewest=3, denials=5))
+    assert experiments.shortened(settings) is settings
+    quick = experiments.shortened(replace(settings, quick=True))
+    easier = replace(settings.train, max_iters=100, people=6, denials=0)
+    assert quick.seeds == 1 and quick.train == easier
+    for fewest, people in ((7, 7), (2, 4)):
+        crowd = replace(settings.train, fewest=fewest, people=max(people, fewest))
+        assert experiments.shortened(replace(settings, quick=True, train=crowd)).train.people == people
+
+
 # ---------------------------------------------------------------------------------------------
 # Each of them from its first run to its picture
 
