@@ -55,7 +55,9 @@ def mutations(node):
             yield from (getattr(ast, name)() for name in OTHERS.get(type(node).__name__, "").split())
         case ast.Constant(bool(value)):
             yield ast.Constant(not value)
-        case ast.Constant(int(value) | float(value)):
+        case ast.Constant(int(value)):  # never -value: an axis counted from its other end is the same axis
+            yield from map(ast.Constant, (value + 1, value - 1))
+        case ast.Constant(float(value)):
             yield from map(ast.Constant, (value + 1, value - 1, value * 2, -value))
         case ast.UnaryOp() | ast.BinOp() | ast.BoolOp() | ast.IfExp():  # one part alone
             yield from (part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr))

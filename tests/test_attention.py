@@ -83,6 +83,14 @@ def test_layer_is_the_reference(kind, kv, path):
     assert distance(cfg, layer, rope, x) < 1e-12
 
 
+def test_rotation_is_the_reference():
+    cfg, _, rope, _ = make("standard")
+    x = torch.randn(B, H, T, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    turned = model.rotate(x, rope).numpy()
+    expected = [[reference.rope(head, cfg.rope_theta) for head in heads] for heads in x.numpy()]
+    np.testing.assert_allclose(turned, expected, atol=1e-12, rtol=0)
+
+
 @pytest.mark.parametrize("kind, kv", CASES)
 def test_maps_are_the_reference(kind, kv):
     cfg, layer, rope, x = make(kind, kv)

@@ -123,6 +123,8 @@ def test_kinds_start_from_equal_weights_where_they_share_them():
     a, b, c = (GPT(replace(SMALL, attention=kind), seed=3).state_dict() for kind in ("standard", "diff", "diff_v2"))
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert torch.equal(a["blocks.1.attn.k_proj.weight"], c["blocks.1.attn.k_proj.weight"])
+    default, zero = GPT(SMALL).state_dict(), GPT(SMALL, seed=0).state_dict()
+    assert all(torch.equal(default[name], zero[name]) for name in zero)
     other = GPT(SMALL, seed=4).state_dict()
     assert not torch.equal(b["tok_emb.weight"], other["tok_emb.weight"])
 
@@ -238,10 +240,14 @@ def test_attention_maps(kind):
         torch.testing.assert_close(A.sum(-1), row_sum.expand(A.shape[:3]))
         assert (A.triu(1) == 0).all() and not A.requires_grad
     assert maps[0][0].shape == (2, 2 if kind == "diff" else 4, 13, 13)
-    # The last layer's maps come from what the layers before it made of the ids, if from anything.
-    assert kind not in ("standard", "diff", "diff_v2") or not torch.equal(
-        maps[-1][0], gpt.attention_maps(ids(2, 13, seed=1))[-1][0]
-    )
+    # They are those of the layers at work: of what each one is given when the model reads the ids.
+    given = []
+    for block in gpt.blocks:
+        block.attn.register_forward_pre_hook(lambda attn, args: given.append((attn, *args[:2])))
+    gpt(x)
+    for mine, (attn, *args) in zip(maps, given, strict=True):
+        for ours, theirs in zip(mine, attn.maps(*args), strict=True):
+            assert ours is theirs or torch.equal(ours, theirs)
 
 
 def test_every_config_field_matters():
