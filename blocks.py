@@ -1,8 +1,8 @@
 """Attention for a block of queries at a time, against the keys up to its last: the future is not computed at all.
 
-A fused kernel for differential attention is hard because it has two normalisers and one sum: neither map is known
-until its whole row has been seen, and only then can they be subtracted. A block of rows has both maps whole. They
-are combined before V, so one product with V is enough, where two calls of a fused kernel take two.
+A fused kernel reads a row's keys piece by piece and divides by the row's sum at the end. Two maps have two sums, and
+neither is known before the end, so that the pieces cannot be subtracted on the way: two calls, and two products with
+V. A block of rows has both maps whole. They are combined before V, and one product is enough.
 """
 
 import torch

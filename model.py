@@ -1,4 +1,4 @@
-"""A GPT whose attention is standard or differential: the whole model, in this file.
+"""A GPT whose attention is standard or differential: every layer of it, in this file.
 
     from model import GPT, GPTConfig
     model = GPT(GPTConfig(attention="diff"))     # or "standard", or "diff_v2"
@@ -13,6 +13,8 @@ SwiGLU, no biases. One equation covers all of them (Ye et al. 2024, arXiv 2410.0
 
 Shapes: B batch, T new tokens, S tokens attended to, C = n_embd, H = n_head, D = C / H (the head
 size, the paper's d), V vocabulary. Read from top to bottom: every name is known when it is used.
+Beside it stand initial.py (the values at the start), blocks.py (attention for some queries at a time)
+and generation.py (the KV cache, the choice of tokens).
 """
 
 import math

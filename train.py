@@ -62,6 +62,9 @@ def starting_point(cfg, processes):
     goes_on = cfg.resume or cfg.eval_only
     if goes_on and not cfg.out_dir:
         cfg = replace(cfg, out_dir=str(checkpoint.newest_run()))
+    need(
+        not Path(cfg.out_dir).is_file(), f"out_dir={cfg.out_dir!r} is a file: name a folder, or one that does not exist"
+    )
     state = None
     if goes_on or cfg.init_from:
         names = ("ckpt.pt",) if cfg.resume else ("best.pt", "ckpt.pt")
@@ -79,12 +82,12 @@ def starting_point(cfg, processes):
                 name in MAY_CHANGE or new == old[name],
                 f"{name}={new!r} cannot change on --resume: it was {old[name]!r}",
             )
-        windows = processes * cfg.batch_size * cfg.gradient_accumulation_steps
+        ours = processes * cfg.batch_size * cfg.gradient_accumulation_steps
         theirs = state.get("processes", 1) * old["batch_size"] * old["gradient_accumulation_steps"]
         need(
-            windows == theirs,
+            ours == theirs,
             f"processes={processes} x batch_size={cfg.batch_size} x gradient_accumulation_steps="
-            f"{cfg.gradient_accumulation_steps} is {windows} windows an update: this run has {theirs}, make it so",
+            f"{cfg.gradient_accumulation_steps} is {ours} windows an update: this run has {theirs}, make it so",
         )
     if not (goes_on or cfg.out_dir):
         cfg = replace(cfg, out_dir=str(checkpoint.free_name(f"{Path(cfg.dataset).stem}-{cfg.attention}")))

@@ -29,7 +29,7 @@ class CharTokenizer:
         known = np.frombuffer(self.chars.encode("utf-32-le"), dtype=np.uint32)
         ids = np.minimum(np.searchsorted(known, codes), len(known) - 1)
         if (known[ids] != codes).any():
-            unknown = "".join(sorted(set(text) - set(self.chars)))
+            unknown = "".join(c for c in dict.fromkeys(text) if c not in self.chars)
             raise ValueError(f"the vocabulary has no {unknown[:20]!r}: it holds {self.chars!r}")
         return ids.astype(np.uint16)
 

@@ -116,6 +116,8 @@ def test_the_command_starts_from_weights_and_stops_in_a_sentence(command, tiny, 
     assert code == 0 and checkpoint.read_config("new")["n_embd"] == tiny().n_embd, said
     code, said = command(f"--out_dir={text_file}/run", f"--dataset={text_file}", "--device=cpu")
     assert code == 1 and "train.py: " in said and "harbour.txt" in said and "Traceback" not in said
+    code, said = command(f"--out_dir={text_file}", f"--dataset={text_file}", "--device=cpu")
+    assert code == 1 and "is a file: name a folder" in said and "Traceback" not in said
     for module, name in ((training, "train"), (sampling, "sample")):
         monkeypatch.setattr(module, name, raised(KeyboardInterrupt()))
         monkeypatch.setattr("sys.argv", ["-"])

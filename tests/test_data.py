@@ -169,7 +169,7 @@ def test_byte_pairs_are_the_most_frequent_ones():
 
 def test_unknown_characters_are_named():
     """C12 and report 3: a prompt of characters that the text lacks."""
-    with pytest.raises(ValueError, match="no 'éü'.*abc"):
+    with pytest.raises(ValueError, match="no 'üé'.*abc"):
         CharTokenizer("abc").encode("aüéa")
 
 
