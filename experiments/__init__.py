@@ -29,12 +29,19 @@ RUNS = checkpoint.RUNS / "experiments"
 ROOT = Path(__file__).parent.parent
 # What a run's numbers come from, as it was imported: a file that changes meanwhile is another run's.
 NAMES = [*(f"{name}.py" for name in ("model", "initial", "blocks", "train", "evaluate", "run_log")), "data/*.py"]
-CODE = {path: path.read_bytes() for name in NAMES for path in sorted(ROOT.glob(name))}
+NAMED = [path for name in NAMES for path in sorted(ROOT.glob(name))]
+CODE = {path: path.read_bytes() for path in NAMED}
 
 FIRST_SEED = 1  # of those that are compared: 0 is the quick start's, whose text was chosen with it in view
 TUNED = ("learning_rate", "init_std")  # what experiments.tune tries, in this order
 REMEMBERED = []  # seconds of training that this process was spared
 QUICK_PEOPLE = 6  # in a story, at most
+
+# Settings of an experiment that the name of its result says, or the result itself: how many seeds, and which.
+SHOWN = "dataset seeds first_seed tuned quick name".split()
+
+# What an experiment sets itself, from its own settings.
+OWN = "dataset attention seed data_seed out_dir resume init_from eval_only preset".split()
 
 # Settings that say where a run is and how it goes on, not what it computes.
 PLACE = {"out_dir": "", "resume": False, "preset": "laptop"}
@@ -48,12 +55,13 @@ def preset(name):
 
 
 def fingerprint(cfg):
-    """A name for all that a run's numbers depend on: its settings, its text, the code, the kind of device."""
+    """A name for what a run's numbers depend on: settings, text, code, kind of device; not the version of torch."""
     digest = hashlib.sha256(json.dumps(asdict(replace(cfg, **PLACE)), sort_keys=True).encode())
     digest.update(pick_device(cfg.device).type.encode())
     kind = Path(inspect.getfile(ATTENTIONS[cfg.attention]))  # an experiment, if it adds it
-    for code in (*CODE.values(), *([] if kind in CODE else [kind.read_bytes()])):
-        digest.update(code)
+    CODE.setdefault(kind, kind.read_bytes())
+    for path in [*NAMED, *([] if kind in NAMED else [kind])]:
+        digest.update(CODE[path])
     text = Path(cfg.dataset)
     if text.is_file():
         digest.update(text.read_bytes())
@@ -81,32 +89,40 @@ def trained(cfg):
     return json.loads(done.read_text())
 
 
-def check(cfg):
-    """Of an experiment's settings: enough seeds, not more than T_975 knows, and nothing set that would be set over.
+def check(cfg, *names):
+    """Of an experiment's settings: enough seeds, not more than T_975 knows, and nothing set that would be set over:
+    what every experiment sets itself, and `names`.
 
     Raises ValueError with one sentence.
     """
-    most, own = len(T_975) + 1, type(cfg)().train
+    most, default = len(T_975) + 1, type(cfg)().train
     need(1 <= cfg.seeds <= most, f"seeds={cfg.seeds} must be from 1 to {most}")
     kinds = getattr(cfg, "kinds", ("standard",))
     need(kinds and len(set(kinds)) == len(kinds), f"kinds={' '.join(kinds)!r} must be one or more, each of them once")
-    for name in ("dataset", "attention", "seed", "data_seed", "out_dir", "resume", "init_from", "eval_only", "preset"):
+    for name in (*OWN, *names):
         value = getattr(cfg.train, name)
         need(
-            value in (getattr(own, name), getattr(TrainConfig(), name), getattr(cfg, "dataset", None)),
-            f"train.{name}={value!r}: an experiment sets this itself, from its own settings",
+            value in (getattr(default, name), getattr(TrainConfig(), name), getattr(cfg, "dataset", None)),
+            f"train.{name}={value!r}: this experiment sets it itself, leave it out",
         )
 
 
 def best_of(kind, base):
-    """`base`, a TrainConfig, with what experiments.tune found for this kind. Raises ValueError if it tried others."""
+    """`base`, a TrainConfig, with what experiments.tune found for this kind. Raises ValueError if it tried others.
+
+    What was found for whole runs is taken for those of --quick too.
+    """
     name = f"tune-{Path(base.dataset).stem}"
+    path = RESULTS / f"{name}.json"
+    need(path.exists(), f"{path.name} does not exist: run python -m experiments.tune --dataset={base.dataset} first")
     found = load(name)
+    made = TrainConfig(**found["settings"])
     for setting, value in found["settings"].items():
         need(
-            setting in ("attention", "seed", "data_seed") or getattr(base, setting) == value,
-            f"{name}.json was made with {setting}={value!r}, not {getattr(base, setting)!r}: tune again, or leave out"
-            " --tuned",
+            setting in ("attention", "seed", "data_seed")
+            or getattr(base, setting) in (value, getattr(shorter(made), setting)),
+            f"{name}.json was made with {setting}={value!r}, not {getattr(base, setting)!r}: leave out --tuned, or"
+            f" --train.{setting}",
         )
     need(kind in found["kinds"], f"{name}.json has no attention={kind!r}: tune it too, or leave out --tuned")
     return replace(base, **found["kinds"][kind]["best"])
@@ -148,14 +164,19 @@ def equally_long(windows, count):
     return torch.from_numpy(x[lengths >= T][:count, :T])
 
 
+def shorter(train):
+    """A TrainConfig with a quarter of the updates, and stories easy enough for that."""
+    people = max(train.fewest, min(train.people, QUICK_PEOPLE))
+    return replace(train, max_iters=max(1, train.max_iters // 4), people=people, denials=0)
+
+
 def shortened(cfg):
-    """Of an experiment's settings with --quick: one seed, a quarter of the updates, stories easy enough for that."""
+    """Of an experiment's settings with --quick: one seed, and shorter runs."""
     if not cfg.quick:
         return cfg
-    t = cfg.train
-    t = replace(t, max_iters=max(1, t.max_iters // 4), people=max(t.fewest, min(t.people, QUICK_PEOPLE)), denials=0)
-    print(f"quick: one seed, {t.max_iters} updates a run; stories have {t.people} people at most and no denials")
-    return replace(cfg, seeds=1, train=t)
+    train = shorter(cfg.train)
+    print(f"quick: one seed, {train.max_iters} updates a run; stories have {train.people} people at most, no denials")
+    return replace(cfg, seeds=1, train=train)
 
 
 def mean_sd(values):
@@ -264,12 +285,15 @@ def command(kind, run, name, tables, picture, description):
             default = replace(default, train=replace(TrainConfig(), **PRESETS.get(cfg.dataset, {})))
             cfg = tyro.cli(kind, prog=prog, default=default, description=description)
             name += f"-{Path(cfg.dataset).stem}"
-        name += "-changed" * (cfg.train != default.train)  # no result of the settings that a reader expects
+        same = {setting: getattr(cfg, setting) for setting in SHOWN if hasattr(cfg, setting)}
+        name += "-changed" * (cfg != replace(default, **same))  # no result of the settings that a reader expects
         own = getattr(cfg, "name", "")
         need(own == Path(own).name, f"name={own!r} must be the name of a file, without a folder")
         numbers = json.loads(json.dumps(run(cfg)))
     except (ValueError, OSError, FloatingPointError) as error:
         sys.exit(f"{name}: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
     name = own or name + "-tuned" * getattr(cfg, "tuned", False) + "-quick" * cfg.quick
     minutes = round((time.perf_counter() - start + sum(REMEMBERED)) / 60, 1)
     save(RESULTS / f"{name}.json", {"minutes": minutes, **numbers})

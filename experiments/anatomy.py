@@ -5,10 +5,11 @@
 
 Effective rank is the exponential of the entropy of the normalised singular values; entropy is that of a row over the
 tokens it may look at. Heads of a layer are held against each other by the cosine of their maps (the weights on V) and
-by linear CKA of their outputs; a head's importance is what the loss rises by without it, and its spread the standard
-deviation over the mean, of the heads of a layer. Maps without negative weights are alike to begin with, and wide
-outputs more than narrow ones: cosine and CKA of kinds are to be compared with that in mind. The learned lambda is also
-scaled, to see whether the loss would rather have another.
+by linear CKA of their outputs. Maps without negative weights are alike before they have learned anything, so their
+cosine at the start stands beside it; CKA finds wide outputs more alike than narrow ones. Importance is what the loss
+rises by without a head of `diff`, or without two neighbours of another kind, as wide as that; its spread the standard
+deviation over the mean, in a layer. The learned lambda is also scaled, to see whether the loss would rather have
+another.
 """
 
 from dataclasses import asdict, dataclass, field, replace
@@ -23,14 +24,15 @@ import experiments
 from config import TrainConfig, need
 from evaluate import evaluate
 from experiments import mean_sd, pm
-from model import ATTENTIONS
+from model import ATTENTIONS, GPT
 from run_log import read_log
 
 SCALES = (0.0, 0.5, 0.8, 1.0, 1.25, 2.0)  # of lambda
 NUMBERS = {
     "rank A1": "rank of A1", "rank A2": "of A2", "rank lambda A2": "of lambda A2", "rank weights": "of the weights",
     "entropy A1": "entropy of A1", "entropy A2": "of A2", "negative": "weight below 0",
-    "cosine": "cosine of heads", "cka": "CKA of heads", "spread": "spread of importance",
+    "cosine": "cosine of heads", "cosine at the start": "at the start", "cka": "CKA of heads",
+    "spread": "spread of importance",
 }  # fmt: skip
 
 
@@ -99,16 +101,17 @@ def looking(model, idx):
 
 
 def importances(model, loss):
-    """What the loss rises by without a head: for each layer a list with its heads."""
+    """What the loss rises by without a head 2 D wide, or two of D side by side: for each layer a list of these."""
     complete, rises = loss(), []
     for block in model.blocks:
-        finish, heads = block.attn.finish, block.attn.out_proj.in_features // (block.attn.value_factor * block.attn.D)
+        attn, finish = block.attn, block.attn.finish
+        heads, together = attn.out_proj.in_features // (attn.value_factor * attn.D), 2 // attn.value_factor
         rises.append([])
-        for head in range(heads):
-            keep = (torch.arange(heads) != head).float()[:, None, None]
-            block.attn.finish = lambda y, finish=finish, keep=keep: finish(y) * keep
+        for first in range(0, heads, together):
+            keep = (torch.arange(heads) // together != first // together).float()[:, None, None]
+            attn.finish = lambda y, finish=finish, keep=keep: finish(y) * keep
             rises[-1].append(loss() - complete)
-            del block.attn.finish
+            del attn.finish
     return rises
 
 
@@ -138,7 +141,7 @@ def anatomy(cfg):
     text = data.load(cfg.dataset, train.tokenizer, train.bpe_vocab_size, train.difficulty())
     windows = text.val_windows(train.eval_windows, train.block_size)
     seeds, kinds = range(cfg.first_seed, cfg.first_seed + cfg.seeds), {}
-    for kind, _, model, result in experiments.models(train, cfg.kinds, seeds, cfg.tuned):
+    for kind, seed, model, result in experiments.models(train, cfg.kinds, seeds, cfg.tuned):
 
         def loss(model=model):
             value = evaluate(model, windows, train.batch_size, torch.device("cpu"))[0]
@@ -146,7 +149,10 @@ def anatomy(cfg):
             return value
 
         k = kinds.setdefault(kind, {"layers": [], "lambdas": [], "scaled": [], **{name: [] for name in NUMBERS}})
-        layers, rises = looking(model, experiments.equally_long(windows, cfg.windows)), importances(model, loss)
+        texts = experiments.equally_long(windows, cfg.windows)
+        layers, rises = looking(model, texts), importances(model, loss)
+        for layer, before in zip(layers, looking(GPT(model.cfg, seed).eval(), texts)):
+            layer["cosine at the start"] = before["cosine"]
         for name in NUMBERS:
             values = [layer[name] for layer in layers if layer.get(name) is not None]
             k[name].append(sum(values) / len(values) if values else None)

@@ -6,8 +6,8 @@
 The paper's many-shot classification and its robustness to the order of examples (section 3.5). A word belongs to one
 of a few classes, always; which label a class has is new in every text: "owl red. saw blue. hen red. .." A model must
 learn the classes from its training and the labels from the examples before. For the order, the same examples stand in
-many orders, at random or class by class, before the same questions: the spread is the accuracy of the best order minus
-that of the worst, the mean over sets of examples.
+many orders, at random, class by class, or with the classes in turn (the paper's other one), before the same questions:
+the spread is the accuracy of the best order minus that of the worst, the mean over sets of examples.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ CLASSES = {
 }
 LABELS = "red blue grey gold pink teal lime rust".split()
 ITEMS = [(word, name) for name, members in CLASSES.items() for word in members]
-SORTS = ("random", "by class")  # of orders
+SORTS = ("random", "by class", "in turn")  # of orders: any, AABBCCDD, ABCDABCD
 SHOTS = (0, 1, 2, 4, 8, 16, 31)  # examples before the one that is scored
 
 
@@ -102,7 +102,7 @@ def by_shots(model, words, questions):
 
 
 def by_order(model, words, sets, examples, orders):
-    """{"random": [(best, worst, mean) of a set], "by class": ..}: accuracies of orders, on the same questions."""
+    """{"random": [(best, worst, mean) of a set], "by class": .., ..}: accuracies of orders, on the same questions."""
     draw, each = random.Random(4), examples // len(CLASSES)
     found = {sort: [] for sort in SORTS}
     for _ in range(sets):
@@ -113,9 +113,10 @@ def by_order(model, words, sets, examples, orders):
         for sort, accuracies in found.items():
             of_orders = []
             for _ in range(orders):
+                groups = [draw.sample(shown[name], each) for name in draw.sample(list(shown), len(shown))]
                 order = draw.sample(flat, len(flat))
-                if sort == "by class":
-                    order = [example for name in draw.sample(list(shown), len(shown)) for example in shown[name]]
+                if sort != "random":
+                    order = [example for group in (groups if sort == "by class" else zip(*groups)) for example in group]
                 of_orders.append(float(right(model, words, [[*order, question] for question in asked])[:, -1].mean()))
             accuracies.append((max(of_orders), min(of_orders), sum(of_orders) / orders))
     return found
@@ -123,7 +124,7 @@ def by_order(model, words, sets, examples, orders):
 
 def icl(cfg):
     """{"settings", "seeds", "kinds": {kind: {"shots": [a seed's], "orders": [a seed's]}}}"""
-    experiments.check(cfg)
+    experiments.check(cfg, "block_size")
     for name in ("texts", "texts_asked", "sets", "orders"):
         need(getattr(cfg, name) >= 1, f"{name}={getattr(cfg, name)} must be at least 1")
     most, unit = min(map(len, CLASSES.values())) - 1, len(CLASSES)
@@ -157,7 +158,7 @@ def at_best(shots):
 def tables(numbers):
     """{name: rows} of what the terminal and the README show."""
     shots = [["right after so many examples", *map(str, SHOTS)], ["at best", *(f"{at_best(s):.0%}" for s in SHOTS)]]
-    orders = [["best minus worst order", "at random", "difference", "by class", "difference", "mean accuracy"]]
+    orders = [["best minus worst order", *(c for sort in SORTS for c in (sort, "difference")), "mean accuracy"]]
     spreads = {kind: {s: [spread(o[s]) for o in k["orders"]] for s in SORTS} for kind, k in numbers["kinds"].items()}
     baseline = next(iter(spreads))
     for kind, k in numbers["kinds"].items():

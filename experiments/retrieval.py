@@ -22,7 +22,7 @@ from experiments import against, pm
 from model import ATTENTIONS
 
 FACTS = (2, 4, 8, 12)
-SENTENCES = (12, 20, 40, 80)  # of four tokens
+SENTENCES = (14, 20, 40, 80)  # of four tokens
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the fact that is asked for first: 0 is the beginning
 PARTS = ("answer", "other facts", "noise", "first token", "rest")
 NOISE = [scene for scene in stories.SCENES if len(stories.words(scene)) == 4]
@@ -33,7 +33,7 @@ class RetrievalConfig:
     kinds: tuple[str, ...] = tuple(ATTENTIONS)  # the first is what the others are compared with
     seeds: int = 5  # models of each kind
     first_seed: int = experiments.FIRST_SEED  # of these models
-    questions: int = 6  # in a row, at most; never more than there are facts
+    questions: int = 5  # in a row, at most; never more than there are facts
     texts: int = 40  # of each cell of the grid
     tuned: bool = False  # each kind's own learning rate and initial scale, from tune-stories.json
     quick: bool = False  # one seed, a quarter of the updates, an eighth of the texts

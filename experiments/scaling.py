@@ -33,7 +33,7 @@ class ScalingConfig:
 
 def scaling(cfg):
     """{"train", "seeds", "widths", "kinds": {kind: {"params": [a width's], "val_loss": [[a width's] of a seed]}}}"""
-    experiments.check(cfg)
+    experiments.check(cfg, "n_embd", "n_head")
     need(len(set(cfg.widths)) > 2, f"widths={cfg.widths}: a line through losses needs at least 3 different ones")
     cfg = experiments.shortened(cfg)
     seeds = range(cfg.first_seed, cfg.first_seed + cfg.seeds)

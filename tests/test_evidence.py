@@ -22,6 +22,8 @@ TOY = TrainConfig(
     n_layer=2, n_head=4, n_embd=32, max_iters=2, batch_size=2, eval_interval=1, eval_windows=4, device="cpu"
 )
 
+USUAL = replace(TOY, n_head=TrainConfig().n_head, n_embd=TrainConfig().n_embd)  # where an experiment sets these
+
 
 @dataclass(frozen=True)
 class Few(stories.Difficulty):
@@ -89,10 +91,13 @@ def test_tuning_finds_what_is_best_for_each_kind(monkeypatch):
     experiments.save(experiments.RESULTS / "tune-stories.json", numbers)
     found = experiments.best_of("standard", base)
     assert (found.learning_rate, found.init_std, found.max_iters) == (2e-3, 0.2, 2)
-    with pytest.raises(ValueError, match="made with max_iters=2, not 3: tune again"):
+    with pytest.raises(ValueError, match="made with max_iters=2, not 3: leave out --tuned"):
         experiments.best_of("standard", replace(base, max_iters=3))
     with pytest.raises(ValueError, match="no attention='diff_v2'"):
         experiments.best_of("diff_v2", base)
+    with pytest.raises(ValueError, match="run python -m experiments.tune --dataset=a/my.txt first"):
+        experiments.best_of("diff", replace(base, dataset="a/my.txt"))
+    assert experiments.best_of("diff", experiments.shorter(base)).init_std == ideal["diff"][1]  # with --quick
     compared = []
     result = {"params": 1, "val_loss": 2.0, "answers": None, "entropy": None, "lambdas": [], "history": [],
               "tokens_per_s": 1.0, "seconds": 1.0}  # fmt: skip
@@ -206,8 +211,8 @@ def test_a_head_that_does_nothing_has_no_importance_and_lambda_is_scaled(kind):
     model = GPT(GPTConfig(n_layer=2, n_embd=32, attention=kind)).eval()
     idx = torch.arange(40).view(2, 20) % 64
     attn = model.blocks[1].attn
-    width = attn.value_factor * attn.D
-    attn.out_proj.weight.data[:, :width] = 0  # of layer 1, head 0
+    width = 2 * attn.D  # a head of `diff`, two of the others
+    attn.out_proj.weight.data[:, :width] = 0  # of layer 1, the first
 
     @torch.no_grad()
     def loss():
@@ -222,6 +227,12 @@ def test_a_head_that_does_nothing_has_no_importance_and_lambda_is_scaled(kind):
     if kind != "standard":
         assert anatomy.scaled(model, loss, 1.0) == before != anatomy.scaled(model, loss, 0.5)
     assert loss() == before  # all is as it was
+
+
+def test_the_start_is_that_of_the_run_itself():
+    cfg = anatomy.AnatomyConfig(dataset="stories", kinds=("standard",), seeds=2, train=replace(TOY, max_iters=0))
+    found = anatomy.anatomy(cfg)["kinds"]["standard"]
+    assert found["cosine at the start"] == found["cosine"] and found["cosine"][0] != found["cosine"][1]
 
 
 def test_how_uneven_heads_are():
@@ -466,6 +477,7 @@ def test_the_spread_over_orders_is_that_of_a_reader():
         assert of_sets == [(1, 1, 1)] * 2
     found = icl.by_order(Reader(words, places=2), words, 3, 8, 20)
     assert found["by class"] == [(0.25, 0.25, 0.25)] * 3  # the last two are of one class, whichever
+    assert found["in turn"] == [(0.5, 0.5, 0.5)] * 3  # and here of two
     assert all((best, worst) == (0.5, 0.25) and worst < mean < best for best, worst, mean in found["random"])
     assert icl.spread(found["random"]) == 0.25
 
@@ -513,6 +525,11 @@ def test_claims_get_their_verdicts_from_results(capsys, monkeypatch):
     kinds["diff"] = arm(2.1, 2.2, 2.0, 2.11, 2.1)
     experiments.save(path, numbers)
     assert verdicts()["V1 has a lower loss"][2] == "opposite"
+    assert verdicts()["V1 needs fewer tokens for an equal loss"] == ["0 of 5 get there", "5", "opposite"]
+    kinds["diff"] = arm(2.1, 2.2, 2.0, 2.11, 1.9)
+    experiments.save(path, numbers)
+    told = verdicts()["V1 needs fewer tokens for an equal loss"]
+    assert told == ["1 of 5 get there", "5", "not distinguishable"]
 
     experiments.save(path, {**numbers, "settings": {**numbers["settings"], "max_iters": 7}})
     assert report.wrong("compare-shakespeare-tuned").endswith("was made with max_iters=7: now it is 2000")
@@ -527,6 +544,22 @@ def test_claims_get_their_verdicts_from_results(capsys, monkeypatch):
     assert experiments.how("compare-shakespeare-tuned") == "python -m experiments.compare --dataset=shakespeare --tuned"
 
 
+def test_a_model_that_guesses_gets_no_verdict():
+    """Few bits and other orders change nothing for it."""
+    bits = lambda rise, answers: [[[1.0, share], [1.0 + rise, share]] for share in answers]  # noqa: E731
+    good, bad = [0.9, 1.0, 0.95], [0.9, 0.2, 0.9]
+    kinds = {"standard": {"bits": bits(0.3, good)}, "diff": {"bits": bits(0.1, good)}}
+    assert report.FEW_BITS({"kinds": kinds}, "diff")[1] == "seen"
+    for kind in kinds:
+        guessing = {**kinds, kind: {"bits": bits(0.1, bad)}}
+        assert report.FEW_BITS({"kinds": guessing}, "diff")[1] == "not all have learned it"
+    orders = lambda worst, mean: [{sort: [(0.9, worst, mean)] for sort in icl.SORTS}] * 3  # noqa: E731
+    kinds = {"standard": {"orders": orders(0.5, 0.7)}, "diff": {"orders": orders(0.6, 0.8)}}
+    assert [read({"kinds": kinds}, "diff")[1] for read in (report.ANY_ORDER, report.IN_TURN)] == ["seen"] * 2
+    kinds["diff"] = {"orders": orders(0.6, 0.4)}
+    assert report.ANY_ORDER({"kinds": kinds}, "diff")[1] == "not all have learned it"
+
+
 def test_every_claim_can_be_read_from_its_result(variants, monkeypatch):
     """From the numbers that each experiment makes, at toy size."""
     monkeypatch.setattr(retrieval, "FACTS", (2, 3))
@@ -534,7 +567,7 @@ def test_every_claim_can_be_read_from_its_result(variants, monkeypatch):
     monkeypatch.setattr(icl, "SHOTS", (0, 3))
     made = {
         "compare-shakespeare-tuned": compare.compare(compare.CompareConfig(seeds=2, train=TOY)),
-        "scaling": scaling.scaling(scaling.ScalingConfig(widths=(16, 32, 64), seeds=2, train=TOY)),
+        "scaling": scaling.scaling(scaling.ScalingConfig(widths=(16, 32, 64), seeds=2, train=USUAL)),
         "ablations": ablations.ablations(ablations.AblationsConfig(updates=2, seeds=2, train=TOY)),
         "anatomy-shakespeare-tuned": anatomy.anatomy(anatomy.AnatomyConfig(dataset="stories", seeds=2, train=TOY)),
         "retrieval": retrieval.retrieval(retrieval.RetrievalConfig(seeds=2, texts=1, train=TOY)),
@@ -543,12 +576,18 @@ def test_every_claim_can_be_read_from_its_result(variants, monkeypatch):
     }
     for name, numbers in made.items():
         experiments.save(experiments.RESULTS / f"{name}.json", {"minutes": 2.0, **numbers})
-        monkeypatch.setitem(report.NEEDED, name, (TOY, 2))
+        monkeypatch.setitem(report.NEEDED, name, (USUAL if name == "scaling" else TOY, 2))
         assert report.wrong(name) == ""
     rows = report.tables()["claims"][1:]
     asked = [row for row in rows if not row[4].startswith("cannot")]
     assert len(asked) == len(report.CLAIMS) and all(row[2] and row[3] == "2" for row in asked)
-    assert {row[4] for row in asked} <= {"seen", "opposite", "not distinguishable", ""}
+    assert {row[4] for row in asked} <= {
+        "seen",
+        "opposite",
+        report.NEITHER,
+        "not all have learned it",
+        "see the picture",
+    }
 
 
 # ---------------------------------------------------------------------------------------------
@@ -613,7 +652,7 @@ def test_quick_is_shorter_and_easier():
         (retrieval, dict(texts=1)),
         (anatomy, dict(dataset="stories", windows=2)),
         (outliers, dict(windows=2)),
-        (scaling, dict(widths=(16, 32, 48))),
+        (scaling, dict(widths=(16, 32, 48), train=USUAL)),
         (ablations, dict(updates=3)),
         (icl, dict(texts=9, texts_asked=3, sets=2, orders=2)),
     ],
@@ -624,7 +663,7 @@ def test_from_training_to_picture(experiment, settings, tmp_path, monkeypatch, v
     monkeypatch.setattr(retrieval, "SENTENCES", (12, 40))
     name = experiment.__name__.removeprefix("experiments.")
     kind = next(value for key, value in vars(experiment).items() if key.lower() == f"{name}config")
-    numbers = json.loads(json.dumps(getattr(experiment, name)(kind(seeds=2, train=TOY, **settings))))
+    numbers = json.loads(json.dumps(getattr(experiment, name)(kind(**{"seeds": 2, "train": TOY, **settings}))))
     assert list(numbers.get("kinds", numbers.get("arms")))[:3] == ["standard", "diff", "diff_v2"]
     assert numbers["seeds"] == [1, 2]
     for rows in experiment.tables(numbers).values():
