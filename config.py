@@ -126,7 +126,7 @@ PRESETS = {
     # the size and the steps of nanoGPT's recipe for a CPU, with enough heads for `diff` to have four
     "shakespeare": dict(
         dataset="shakespeare", n_layer=4, n_head=8, n_embd=128, block_size=64, emb_std=0.1, batch_size=12,
-        max_iters=2000, learning_rate=2e-3, min_lr=2e-4, lr_schedule="cosine", warmup_iters=100, eval_interval=500,
+        max_iters=2000, learning_rate=2e-3, min_lr=2e-4, lr_schedule="cosine", warmup_iters=100, eval_interval=200,
         eval_windows=400,
     ),
     # the size of nanoGPT's recipe for one GPU; not tried here
