@@ -169,7 +169,7 @@ def diff_layer_backward(dout, x, w, layer, n_head, n_kv_head, theta=10000.0, cau
     """The gradients of `diff_layer`: by its input, and by each array in w, under the same names."""
     D = x.shape[1] // n_head
     lam, gamma = layer_lambda(w, layer), 1 - lambda_init(layer)
-    Wq, Wk, Wv, Wo = (w[f"{name}.weight"] for name in ("q_proj", "k_proj", "v_proj", "out_proj"))
+    Wo = w["out_proj.weight"]
     dx, dw, dlam = np.zeros_like(x), {name: np.zeros_like(value) for name, value in w.items()}, 0.0
 
     def through_projection(dh, name, i, size):  # dh (T, size), the gradient by head(x, W, i, size)

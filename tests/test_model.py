@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import model
 from config import check_model
 from generation import KVCache, pick
-from model import ATTENTIONS, GPT, GPTConfig, blocks, eager, fused, rope_table
+from model import ATTENTIONS, GPT, GPTConfig, blocks, eager, fastest, fused, rope_table
 
 KINDS = list(ATTENTIONS)
 SMALL = GPTConfig(block_size=16, vocab_size=31, n_layer=3, n_head=4, n_embd=24, emb_std=0.1)
@@ -182,13 +182,17 @@ def test_a_model_in_another_type(kind, dtype, atol):
     """All of it converted, not by autocast: it runs, stays in its type, and says about the same."""
     gpt = GPT(replace(SMALL, attention=kind))
     exact = gpt.double()(ids(2, 16))[0]
-    logits, loss = gpt.to(dtype)(ids(2, 16), ids(2, 16, seed=1))
-    assert logits.dtype is dtype and loss.dtype is torch.float32
+    gpt.to(dtype)
+    for path in (fused, fastest):
+        for block in gpt.blocks:
+            block.attn.attend = path
+        logits, loss = gpt(ids(2, 16), ids(2, 16, seed=1))
+        assert logits.dtype is dtype and loss.dtype is torch.float32
+        torch.testing.assert_close(logits.double(), exact, rtol=0, atol=atol)
     table = model.rope_table(gpt.cfg, 1000, 1010, like=logits)
     assert table[0].dtype is torch.float32
     operands = gpt.blocks[0].attn.operands(torch.randn(1, 10, 24).to(dtype), table)
     assert operands[0].dtype is dtype and (operands[5] is None or operands[5].dtype is torch.float32)
-    torch.testing.assert_close(logits.double(), exact, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("kind", KINDS)
