@@ -6,14 +6,14 @@ The comment <!-- compare-shakespeare: losses --> is followed by the table "losse
 results/compare-shakespeare.json; <!-- report: claims --> by what experiments.report prints.
 """
 
-import importlib
 import re
 import sys
 
 import checkpoint
 import experiments
-from experiments import report
+from experiments import ablations, anatomy, compare, icl, length, outliers, report, retrieval, scaling, speed, tune
 
+MODULES = (ablations, anatomy, compare, icl, length, outliers, retrieval, scaling, speed, tune)
 README = experiments.ROOT / "README.md"
 
 
@@ -22,7 +22,7 @@ def rows_of(marker):
     result, name = marker.split(": ")
     if result == "report":
         return report.tables()[name]
-    experiment = importlib.import_module(f"experiments.{result.split('-')[0]}")
+    experiment = {module.__name__.split(".")[-1]: module for module in MODULES}[result.split("-")[0]]
     return experiment.tables(experiments.load(result))[name]
 
 
