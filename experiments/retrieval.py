@@ -94,7 +94,7 @@ def ask(model, tokenizer, facts, sentences, depth, questions, texts):
     maps = model.attention_maps(ids[:, :row])
     first, every = (r.double().mean().item() for r in (right[:, 0], right))
     return {"facts": facts, "sentences": sentences, "depth": depth, "first": first, "all": every,
-            "shares": shares(maps, part[:, :row]).tolist()}  # fmt: skip
+            "shares": shares(maps, part[:, :row]).numpy().round(6).tolist()}  # fmt: skip
 
 
 def retrieval(cfg):
