@@ -14,8 +14,7 @@ import math
 
 import numpy as np
 
-# ---------------------------------------------------------------------------------------------
-# 1. Loops: nothing hidden
+# --- 1. Loops: nothing hidden ----------------------------------------------------------------
 
 
 def diff_attention_loops(Q1, K1, Q2, K2, V, lam, causal=True):  # 4 x (T, D), (T, E), scalar or (T,) -> (T, E)
@@ -35,8 +34,7 @@ def diff_attention_loops(Q1, K1, Q2, K2, V, lam, causal=True):  # 4 x (T, D), (T
     return Y
 
 
-# ---------------------------------------------------------------------------------------------
-# 2. Matrices: the same in one line each
+# --- 2. Matrices: the same in one line each --------------------------------------------------
 
 
 def softmax_map(Q, K, causal=True):  # (T, D), (T, D) -> (T, T)
@@ -58,9 +56,9 @@ def diff_attention(Q1, K1, Q2, K2, V, lam, causal=True):  # 4 x (T, D), (T, E), 
     return diff_map(softmax_map(Q1, K1, causal), softmax_map(Q2, K2, causal), lam) @ V
 
 
-# ---------------------------------------------------------------------------------------------
-# 3. Whole layers. `w` maps the names in a state-dict to arrays; a projection's matrix has one row
-#    an output, so head i of size n is rows i n .. (i + 1) n.
+# --- 3. Whole layers ---------------------------------------------------------------------------
+# `w` maps the names in a state-dict to arrays; a projection's matrix has one row an output, so head i of
+# size n is rows i n .. (i + 1) n.
 
 
 def head(x, W, i, size):  # (T, C), (heads * size, C) -> (T, size)
@@ -140,9 +138,9 @@ def diff_v2_layer(x, w, layer, n_head, n_kv_head, theta=10000.0, causal=True):  
 
 LAYERS = {"standard": standard_layer, "diff": diff_layer, "diff_v2": diff_v2_layer}
 
-# ---------------------------------------------------------------------------------------------
-# 4. Gradients by hand. dX stands for the derivative of a scalar loss by X. The paper's appendix G
-#    leaves the norm out of its derivation; here it is in.
+# --- 4. Gradients by hand ----------------------------------------------------------------------
+# dX stands for the derivative of a scalar loss by X. The paper's appendix G leaves the norm out of its
+# derivation; here it is in.
 
 
 def diff_attention_backward(dY, Q1, K1, Q2, K2, V, lam, causal=True):  # (T, E), ... -> dQ1 dK1 dQ2 dK2 dV dlam
@@ -197,7 +195,7 @@ def diff_layer_backward(dout, x, w, layer, n_head, n_kv_head, theta=10000.0, cau
     return dx, dw
 
 
-# ---------------------------------------------------------------------------------------------
+# --- Run as a program ------------------------------------------------------------------------
 
 
 def walk_through():

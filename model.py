@@ -11,10 +11,9 @@ SwiGLU, no biases. One equation covers all of them (Ye et al. 2024, arXiv 2410.0
 
 "standard" has no second map; "diff" (V1) and "diff_v2" (V2) differ in where lam, K and V come from.
 
-Shapes: B batch, T new tokens, S tokens attended to, C = n_embd, H = n_head, D = C / H (the head
-size, the paper's d), V vocabulary. Read from top to bottom: every name is known when it is used.
-Beside it stand initial.py (the values at the start), blocks.py (attention for some queries at a time)
-and generation.py (the KV cache, the choice of tokens).
+Shapes: B batch, T new tokens, S tokens attended to, C = n_embd, H = n_head, D = C / H (the head size, the
+paper's d), V vocabulary. Read from top to bottom: every name is known when it is used. Beside it: initial.py
+(the first values), blocks.py (attention in blocks of queries), generation.py (the cache, the choice of tokens).
 """
 
 import math
@@ -56,8 +55,7 @@ class GPTConfig:
         return self.n_kv_head or self.n_head
 
 
-# ---------------------------------------------------------------------------------------------
-# Small parts
+# --- Small parts ------------------------------------------------------------------------------
 
 
 def upcast(x):
@@ -93,10 +91,9 @@ def rotate(x, rope):
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).type_as(x)
 
 
-# ---------------------------------------------------------------------------------------------
-# Attention itself, twice: `eager` shows its maps, `fused` never stores them; `blocks` is `eager` for a few
-# queries at a time. They differ in speed alone, and `fastest` picks one. With grouped queries K and V
-# have fewer heads than Q, and each serves as many neighbouring query heads as it takes.
+# --- Attention itself -------------------------------------------------------------------------
+# Twice: `eager` shows its maps, `fused` never stores them; `blocks` is `eager` for a few queries at a time. They
+# differ in speed alone, and `fastest` picks one. With grouped queries each head of K and V serves several of Q.
 
 
 def causal_mask(T, S, like):
@@ -138,8 +135,8 @@ def flash(q, k, v):
     """softmax(q k^T / sqrt(D)) v in one fused kernel: (B, H, T, D), (B, G, S, D), (B, G, S, E) -> (B, H, T, E)."""
     T, S, D, E = q.shape[2], k.shape[2], q.shape[3], v.shape[3]
     if E > D:
-        # Flash kernels want q, k and v equally wide; given a wider v, PyTorch takes a slower kernel in
-        # silence (on a CPU one that stores the maps). Zeros add nothing to q . k, so pad.
+        # Flash kernels want q, k and v equally wide; given a wider v, PyTorch takes a slower kernel in silence
+        # (on a CPU one that stores the maps). Zeros add nothing to q . k, so pad.
         q, k = F.pad(q, (0, E - D)), F.pad(k, (0, E - D))
     mask = None if T == S else causal_mask(T, S, like=q)
     return F.scaled_dot_product_attention(
@@ -152,16 +149,15 @@ BLOCKS_UNTIL = 1024  # tokens: what blocks keep for the backward pass grows with
 
 
 def fastest(q1, k1, q2, k2, v, lam):
-    """One new token is one row: `eager`. On a CPU `blocks`, while what they keep for the backward pass is small. Else
-    `fused`. Measured by experiments/length.py."""
+    """One row: `eager`. On a CPU `blocks`, while they keep little. Else `fused`. Measured by experiments/length.py."""
     on_cpu = v.device.type == "cpu" and v.shape[2] <= BLOCKS_UNTIL
     path = eager if q1.shape[2] == 1 else blocks if on_cpu else fused
     return path(q1, k1, q2, k2, v, lam)
 
 
-# ---------------------------------------------------------------------------------------------
-# The kinds of attention. To add one: a class that makes `operands` (or overrides `forward`), and a
-# line in ATTENTIONS. The parameter names q_proj .. subln are the official code's.
+# --- The kinds of attention -------------------------------------------------------------------
+# To add one: a class that makes `operands` (or overrides `forward`), and a line in ATTENTIONS. The parameter
+# names q_proj .. subln are the official code's.
 
 
 class Attention(nn.Module):
@@ -253,10 +249,7 @@ class DiffAttention(Attention):
 
 
 class DiffAttentionV2(Attention):
-    """Microsoft's second version: twice the queries over the same K and V, no head norm.
-
-    lam = sigmoid(x W_lambda), one a token and head.
-    """
+    """Microsoft's V2: twice the queries on the same K and V, lam = sigmoid(x W_lambda) a token and head, no norm."""
 
     query_factor = 2
     borrowed = staticmethod(lambda cfg: round((cfg.n_embd + cfg.n_head) / 3))  # C (C + H) weights, at 3 C a hidden unit
@@ -276,8 +269,7 @@ class DiffAttentionV2(Attention):
 ATTENTIONS = {"standard": StandardAttention, "diff": DiffAttention, "diff_v2": DiffAttentionV2}
 
 
-# ---------------------------------------------------------------------------------------------
-# The transformer around it
+# --- The transformer around it ----------------------------------------------------------------
 
 
 class SwiGLU(nn.Module):
@@ -352,17 +344,6 @@ class GPT(nn.Module):
 
     def num_params(self):
         return sum(p.numel() for p in self.parameters())
-
-    def flops_per_token(self, T):
-        """Multiplications and additions that training needs for a token of a T-token window, forward and backward.
-
-        Matrices: two a weight forward, four backward; norm gains and the embedding's look-up are left out.
-        Attention: each query meets (T + 1) / 2 keys on average. q . k costs 2 D for every softmax map;
-        the product with V, 2 C in all, is needed once, on the combined map.
-        """
-        matrices = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
-        maps = sum(block.attn.q_proj.out_features + self.cfg.n_embd for block in self.blocks)
-        return 3 * (2 * matrices + 2 * maps * (T + 1) / 2)
 
     def generate(self, idx, max_new_tokens, **how):
         """(B, T) ids -> (B, T + max_new_tokens). `how`: the arguments of generation.stream."""

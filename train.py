@@ -22,8 +22,8 @@ import torch
 from tqdm import tqdm
 
 import checkpoint
+import cost
 import data
-import memory
 from config import MAY_CHANGE, PRESETS, TrainConfig, need
 from device import PEAK_FLOPS, compiled, made_with, precision
 from distributed import ALONE, StopOnSignal, gone, join
@@ -32,8 +32,7 @@ from model import BLOCKS_UNTIL, GPT
 from report import describe, duration, report
 from run_log import EventLog, Log, attention_numbers, read_log
 
-# ---------------------------------------------------------------------------------------------
-# Parts
+# --- Parts -----------------------------------------------------------------------------------
 
 
 def learning_rate(step, cfg):
@@ -53,8 +52,7 @@ def make_optimizer(model, cfg):
     return torch.optim.AdamW(groups, lr=cfg.learning_rate, betas=(cfg.beta1, cfg.beta2), fused=True)
 
 
-# ---------------------------------------------------------------------------------------------
-# The run
+# --- The run ---------------------------------------------------------------------------------
 
 
 def starting_point(cfg, processes):
@@ -125,8 +123,8 @@ def train(cfg, team=ALONE):
 
     with torch.device("meta"):  # counts, and needs no memory
         model, standard = GPT(model_cfg), GPT(replace(model_cfg, attention="standard")).num_params()
-    params, flops = model.num_params(), model.flops_per_token(cfg.block_size)
-    needs, fits = memory.plan(cfg, model_cfg, params, device, use_autocast, team.local_size)
+    params, flops = model.num_params(), cost.flops_per_token(model, cfg.block_size)
+    needs, fits = cost.plan(cfg, model_cfg, params, device, use_autocast, team.local_size)
     size = f"{params:,} parameters (standard: {standard:,}), {model_cfg.vocab_size:,} kinds of token"
     print(f"{cfg.attention} attention, {size}, {flops / 1e6:.1f} MFLOP a token")
     way = "in blocks" if device.type == "cpu" and cfg.block_size <= BLOCKS_UNTIL else "fused"  # as `fastest` has it
@@ -137,16 +135,16 @@ def train(cfg, team=ALONE):
     if cfg.dtype not in ("auto", dtype):
         print(f"warning: this GPU has no {cfg.dtype} of its own: {dtype} instead")
     if not cfg.eval_only:
-        print(needs if fits else f"warning: this needs {needs}: {memory.LOWER}")
+        print(needs if fits else f"warning: this needs {needs}: {cost.LOWER}")
 
     # The model and its optimiser
-    with memory.in_words(needs):
+    with cost.in_words(needs):
         model = GPT(model_cfg, cfg.seed)
         if state:
             model.load_state_dict(state["model"])
         model = model.to(device)
     if cfg.grad_checkpoint:
-        memory.compute_again(model)
+        cost.compute_again(model)
     optimizer, scaler = make_optimizer(model, cfg), torch.amp.GradScaler(device.type, enabled=use_scaler)
     step, best = 0, math.inf
     if cfg.resume:
@@ -165,7 +163,7 @@ def train(cfg, team=ALONE):
     forward = model
     if cfg.compile == "on" or (cfg.compile == "auto" and device.type == "cuda"):
         batch = [to_device(a, device) for a in dataset.batch(step, cfg.batch_size, cfg.block_size, cfg.data_seed)]
-        with memory.in_words(needs):
+        with cost.in_words(needs):
             forward = team.together(lambda: compiled(model, batch, autocast, cfg.compile))
     forward = team.share(forward)
 
@@ -202,7 +200,7 @@ def train(cfg, team=ALONE):
         print(f"entropy of all stories {dataset.meta['expected_entropy']:.4f}; answers right by guessing: {guesses}")
     bar = tqdm(total=cfg.max_iters, initial=step, unit="step", disable=not sys.stderr.isatty(), smoothing=0.05)
     train_loss, seconds, counted, timed = None, 0.0, 0, step + 10
-    with StopOnSignal() as stop, bar, log, memory.in_words(needs):
+    with StopOnSignal() as stop, bar, log, cost.in_words(needs):
         while True:
             signum = team.highest(stop.signum)  # a signal to one process stops all
             last = step >= cfg.max_iters or signum

@@ -109,8 +109,7 @@ def interleaved(s, a, sign=1):
 # Not a mistake, but the same function with the rows of q_proj and k_proj in another order.
 CONVENTIONS = {"": {}, ", with RoPE on channels (2 j, 2 j + 1) as in the official code": dict(turn=interleaved)}
 
-# ---------------------------------------------------------------------------------------------
-# s is the layer whose step it is
+# --- s is the layer whose step it is ---------------------------------------------------------
 
 
 def swapped(s, i, S1, S2, V1, V2):

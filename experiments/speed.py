@@ -5,7 +5,7 @@
     python -m experiments.speed --peer=transformers  # and beside Hugging Face's Llama and DiffLlama
 
 Every kind runs at its fastest. Beside each ratio to standard attention stands the one that the needed multiplications
-alone would give. Measuring needs nothing but torch and model.py; the command line and the result need the rest.
+alone would give. Measuring needs nothing but torch and the model; the command line and the result need the rest.
 """
 
 import sys
@@ -15,6 +15,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from cost import flops_per_token
 from device import PEAK_FLOPS
 from experiments.measure import DEVICE, GPU, afresh, clock, interleaved, mixed_precision, peak_mib
 from model import ATTENTIONS, GPT, GPTConfig, flash
@@ -33,8 +34,7 @@ if DEVICE == "cuda":  # sizes for which such a device is made
         )
 
 
-# ---------------------------------------------------------------------------------------------
-# What is compared
+# --- What is compared ------------------------------------------------------------------------
 
 
 def four_calls(q1, k1, q2, k2, v, lam):
@@ -83,8 +83,7 @@ def build(name, cfg):
     return model
 
 
-# ---------------------------------------------------------------------------------------------
-# Measuring
+# --- Measuring -------------------------------------------------------------------------------
 
 
 def training_step(model, optimizer, idx):
@@ -117,7 +116,7 @@ def steps(names, batch_size, cfg, rounds):
             "params": model.num_params(),
         }  # fmt: skip
         if isinstance(model, GPT):
-            flops, base = (m.flops_per_token(cfg.block_size) for m in (model, models["standard"]))
+            flops, base = (flops_per_token(m, cfg.block_size) for m in (model, models["standard"]))
             numbers[name] |= {"flops_per_token": flops, "flops_ratio": flops / base}
             if GPU in PEAK_FLOPS:
                 numbers[name]["mfu"] = flops * numbers[name]["tokens_per_s"] / PEAK_FLOPS[GPU]
@@ -150,8 +149,7 @@ def generation(names, tokens, rounds=3):
         return {name: tokens / seconds for name, (seconds,) in interleaved(turns, rounds, warm_up=1).items()}
 
 
-# ---------------------------------------------------------------------------------------------
-# Showing
+# --- Showing ---------------------------------------------------------------------------------
 
 
 def tables(numbers):

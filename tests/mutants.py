@@ -24,7 +24,7 @@ import torch._dynamo  # with all of torch; once, here, and not in every process 
 
 ROOT = Path(__file__).parent.parent
 FILES = ["model.py", "blocks.py", "generation.py", "initial.py", "attention_numpy.py"]
-ROUNDS = ["attention model", "run_log memory cases check_port export"]  # of tests; those left out are slow
+ROUNDS = ["attention model", "run_log cost cases check_port export"]  # of tests; those left out are slow
 OTHERS = {  # operators: a name, and the names that may stand in its place
     "Add": "Sub", "Sub": "Add", "Mult": "Div", "Div": "Mult", "FloorDiv": "Mult", "Mod": "FloorDiv", "Pow": "Mult",
     "MatMult": "Mult", "And": "Or", "Or": "And", "Not": "USub", "USub": "UAdd", "Eq": "NotEq", "NotEq": "Eq",

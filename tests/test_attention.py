@@ -59,8 +59,7 @@ def distance(cfg, layer, rope, x):
         return np.abs(layer(x, rope).numpy() - by_reference(cfg, layer, x)[0]).max()
 
 
-# ---------------------------------------------------------------------------------------------
-# Agreement
+# --- Agreement -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -207,8 +206,7 @@ def test_gradients_of_all_paths_are_equal_and_those_of_differences(kind, kv):
     torch.testing.assert_close((values[0] - values[1]) / (2 * step), slope, rtol=1e-6, atol=0)
 
 
-# ---------------------------------------------------------------------------------------------
-# The comparison can fail: each classic mistake, planted, is seen
+# --- The comparison can fail: each classic mistake, planted, is seen -------------------------
 
 
 def halves(self, x, rope, cache=None):
@@ -318,8 +316,7 @@ def test_planted_mistake_is_seen(mistake, monkeypatch):
     assert distance(cfg, layer, rope, x) > 1e-3
 
 
-# ---------------------------------------------------------------------------------------------
-# Properties: they say what is broken when the comparison fails
+# --- Properties: they say what is broken when the comparison fails ---------------------------
 
 
 def test_published_example():

@@ -71,8 +71,7 @@ def files_of(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-# ---------------------------------------------------------------------------------------------
-# GPT-2's byte pairs
+# --- GPT-2's byte pairs ----------------------------------------------------------------------
 
 
 def test_gpt2_is_the_published_vocabulary():
@@ -185,8 +184,7 @@ def test_another_vocabulary_is_refused_with_both_sizes(tiny):
         train(tiny(init_from="chars", tokenizer="gpt2"))
 
 
-# ---------------------------------------------------------------------------------------------
-# Text files
+# --- Text files ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["char", "bpe", "gpt2"])
@@ -229,8 +227,7 @@ def test_a_text_is_never_held_whole(tmp_path, monkeypatch, kind):
     assert peak < 1_000_000
 
 
-# ---------------------------------------------------------------------------------------------
-# Token files
+# --- Token files -----------------------------------------------------------------------------
 
 
 def raw(path, ids):
@@ -378,8 +375,7 @@ def test_batches_do_not_fill_the_memory(tmp_path):
     assert resident() - early < 5_000_000
 
 
-# ---------------------------------------------------------------------------------------------
-# Corpora by name, from stand-ins
+# --- Corpora by name, from stand-ins ---------------------------------------------------------
 
 
 class Server:

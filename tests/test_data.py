@@ -35,8 +35,7 @@ def of_text(tmp_path, text, **how):
     return data.load(str(path), **how)
 
 
-# ---------------------------------------------------------------------------------------------
-# Windows and batches
+# --- Windows and batches ---------------------------------------------------------------------
 
 
 def test_batches_depend_on_seed_and_step_alone(tmp_path):
@@ -91,8 +90,7 @@ def test_prepared_once_and_again_when_the_text_changes(tmp_path, monkeypatch):
     assert second.folder != first.folder and second.tokenizer.vocab_size != first.tokenizer.vocab_size
 
 
-# ---------------------------------------------------------------------------------------------
-# Files that users bring
+# --- Files that users bring ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -133,8 +131,7 @@ def test_unusable_settings(tmp_path):
             of_text(tmp_path, "some text " * 20, tokenizer="bpe", bpe_vocab_size=size)
 
 
-# ---------------------------------------------------------------------------------------------
-# Tokenizers
+# --- Tokenizers ------------------------------------------------------------------------------
 
 texts = st.text(st.characters(codec="utf-8"), max_size=60)  # any characters but lone surrogates
 
@@ -173,8 +170,7 @@ def test_unknown_characters_are_named():
         CharTokenizer("abc").encode("aüéa")
 
 
-# ---------------------------------------------------------------------------------------------
-# Stories
+# --- Stories ---------------------------------------------------------------------------------
 
 
 def test_stories_are_the_same_bytes_everywhere():
@@ -274,8 +270,7 @@ def test_training_and_validation_stories_differ():
     assert not train & val
 
 
-# ---------------------------------------------------------------------------------------------
-# Shakespeare, from a stand-in: nothing is fetched
+# --- Shakespeare, from a stand-in: nothing is fetched ----------------------------------------
 
 PLAY = """THE TRAGEDY OF TESTS
 

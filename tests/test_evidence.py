@@ -39,8 +39,7 @@ def own_folders(tmp_path, monkeypatch):
     monkeypatch.setattr("config.Difficulty", Few)
 
 
-# ---------------------------------------------------------------------------------------------
-# compare and tune
+# --- compare and tune ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -107,8 +106,7 @@ def test_tuning_finds_what_is_best_for_each_kind(monkeypatch):
     assert [(cfg.learning_rate, cfg.init_std) for cfg in compared] == list(ideal.values())
 
 
-# ---------------------------------------------------------------------------------------------
-# retrieval
+# --- retrieval -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("depth, place", [(0.0, 0), (0.5, 4), (1.0, 8)])
@@ -182,8 +180,7 @@ def test_weights_of_a_model_add_up_to_its_row_sum(kind):
             assert total == pytest.approx(1 - (block.attn.lam().item() if kind == "diff" else 0), abs=1e-5)
 
 
-# ---------------------------------------------------------------------------------------------
-# anatomy
+# --- anatomy ---------------------------------------------------------------------------------
 
 
 def test_rank_entropy_and_likeness():
@@ -248,8 +245,7 @@ def test_what_fills_up_a_story_is_left_out():
     assert experiments.equally_long((x, x, None), 3).tolist() == x[:3].tolist()
 
 
-# ---------------------------------------------------------------------------------------------
-# outliers
+# --- outliers --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ATTENTIONS)
@@ -291,8 +287,7 @@ def test_a_planted_outlier_is_the_largest(monkeypatch):
     assert sizes == sorted(sizes, reverse=True)
 
 
-# ---------------------------------------------------------------------------------------------
-# scaling
+# --- scaling ---------------------------------------------------------------------------------
 
 
 def test_a_kind_that_needs_fewer_parameters_and_a_copy_of_the_baseline():
@@ -319,8 +314,7 @@ def test_a_kind_that_needs_fewer_parameters_and_a_copy_of_the_baseline():
         scaling.scaling(scaling.ScalingConfig(widths=(32, 64)))
 
 
-# ---------------------------------------------------------------------------------------------
-# ablations
+# --- ablations -------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -428,8 +422,7 @@ def test_tables_of_ablations_say_who_is_worse():
     assert [row[1] for row in shown["gradients"][1:]] == ["1.00", "0.50", "2.00", "1.00"]
 
 
-# ---------------------------------------------------------------------------------------------
-# icl
+# --- icl -------------------------------------------------------------------------------------
 
 
 class Reader(torch.nn.Module):
@@ -493,8 +486,7 @@ def test_a_prepared_text_trains_and_is_prepared_once(capsys):
         icl.icl(icl.IclConfig(examples=7))
 
 
-# ---------------------------------------------------------------------------------------------
-# report
+# --- report ----------------------------------------------------------------------------------
 
 
 def arm(*losses):
@@ -590,8 +582,7 @@ def test_every_claim_can_be_read_from_its_result(variants, monkeypatch):
     }
 
 
-# ---------------------------------------------------------------------------------------------
-# The command of an experiment
+# --- The command of an experiment ------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -642,8 +633,7 @@ def test_quick_is_shorter_and_easier():
         assert experiments.shortened(replace(settings, quick=True, train=crowd)).train.people == people
 
 
-# ---------------------------------------------------------------------------------------------
-# Each of them from its first run to its picture
+# --- Each of them from its first run to its picture ------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -158,8 +158,7 @@ def test_a_mistake_is_seen_and_writes_nothing(mistake, runs, tmp_path, monkeypat
     assert not list(tmp_path.iterdir())
 
 
-# ---------------------------------------------------------------------------------------------
-# Tokenizers
+# --- Tokenizers ------------------------------------------------------------------------------
 
 TEXT = "a b\n\n  ab abab don't 1234567  \t tabs\u2003é\u0301 naïve \U0001f600\U0001f680 你好!!?\x00\r\n"
 
@@ -210,8 +209,7 @@ def test_only_our_own_tokenizers_come_back(tokenizer, tmp_path):
         fast_tokenizers.load(path)
 
 
-# ---------------------------------------------------------------------------------------------
-# ONNX
+# --- ONNX ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ATTENTIONS)
@@ -228,8 +226,7 @@ def test_onnx(kind, tiny):
         torch.testing.assert_close(logits, model(ids)[0], rtol=0, atol=1e-4)
 
 
-# ---------------------------------------------------------------------------------------------
-# Mistakes of the user
+# --- Mistakes of the user --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

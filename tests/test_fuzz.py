@@ -67,8 +67,7 @@ def quiet():
         yield out
 
 
-# ---------------------------------------------------------------------------------------------
-# Command lines
+# --- Command lines ---------------------------------------------------------------------------
 
 VALUES = st.sampled_from(
     "0 1 2 3 -1 -0.0 0.5 1e-320 1e400 nan -inf 1_000 0x10 9999999999999999999999 True off auto cuda cpu char bpe diff"
@@ -133,8 +132,7 @@ def test_configs_of_runs(raw):
     outcome(training, "train", ["--resume", "--out_dir=char"])
 
 
-# ---------------------------------------------------------------------------------------------
-# Settings: a run of some updates, and perhaps going on with it
+# --- Settings: a run of some updates, and perhaps going on with it ---------------------------
 
 SETTINGS = dict(
     attention=["standard", "diff", "diff_v2", "Diff"], n_layer=[0, 1, 2], n_head=[0, 1, 2, 3, 4], n_kv_head=[-1, 1, 2],
@@ -165,8 +163,7 @@ def test_settings(changes, more_iters):
         shutil.rmtree("new", ignore_errors=True)
 
 
-# ---------------------------------------------------------------------------------------------
-# Texts
+# --- Texts -----------------------------------------------------------------------------------
 
 ENCODINGS = ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "latin-1", "cp1252"]
 ODD = [
@@ -205,8 +202,7 @@ def test_texts(raw, tokenizer, block_size, step):
     shutil.rmtree(dataset.folder)
 
 
-# ---------------------------------------------------------------------------------------------
-# Checkpoints
+# --- Checkpoints -----------------------------------------------------------------------------
 
 
 @given(st.data())
@@ -230,8 +226,7 @@ def test_damaged_checkpoints(choose):
     assert {**state, "model": 0, "optimizer": 0} == {**saved, "model": 0, "optimizer": 0}
 
 
-# ---------------------------------------------------------------------------------------------
-# Prompts
+# --- Prompts ---------------------------------------------------------------------------------
 
 NUMBERS = dict(
     num_samples=[0, 2, 2**40], max_new_tokens=[-1, 0, 1, 12], top_k=[-1, 0, 1, 3, 10**6, 2**40], latest=[False, True],

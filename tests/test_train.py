@@ -46,8 +46,7 @@ def equal(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
-# ---------------------------------------------------------------------------------------------
-# A whole run
+# --- A whole run -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -167,8 +166,7 @@ def test_gradients_are_clipped(tiny, monkeypatch):
     assert max(norms) > 0.5
 
 
-# ---------------------------------------------------------------------------------------------
-# Parts
+# --- Parts -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
@@ -253,8 +251,7 @@ def test_answers_count_when_whole():
     assert answers == 0.5
 
 
-# ---------------------------------------------------------------------------------------------
-# Resuming
+# --- Resuming --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -352,8 +349,7 @@ def test_init_from_and_eval_only(tiny, capsys):
     assert f"{again['val_loss']:.4f}" in capsys.readouterr().out
 
 
-# ---------------------------------------------------------------------------------------------
-# Files
+# --- Files -----------------------------------------------------------------------------------
 
 
 def test_a_second_run_never_overwrites_the_first(tiny):
@@ -512,8 +508,7 @@ def test_log_survives_a_cut_line(tmp_path):
     assert read_log(tmp_path) == [{"step": 0}, {"step": 1}, {"step": 2, "again": True}]
 
 
-# ---------------------------------------------------------------------------------------------
-# Mistakes of the user
+# --- Mistakes of the user --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("weight", [math.nan, math.inf])

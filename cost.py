@@ -1,4 +1,4 @@
-"""How much memory a training step takes: said before it starts, and again if there was too little.
+"""What training costs, said before it starts: FLOPs a token, and the memory of a step (and again if it was too little).
 
     PyTorch itself                                       0.4 GB
     weights, gradients, AdamW's two moments              16 bytes a parameter
@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
+import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
 from model import ATTENTIONS, BLOCKS_UNTIL
@@ -29,6 +30,18 @@ def compute_again(model):
     """--grad_checkpoint: from now on a layer keeps its input alone, and computes again what its gradients need."""
     for block in model.blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def flops_per_token(model, T):
+    """Multiplications and additions that training needs for a token of a T-token window, forward and backward.
+
+    Matrices: two a weight forward, four backward; norm gains and the embedding's look-up are left out.
+    Attention: each query meets (T + 1) / 2 keys on average. q . k costs 2 D for every softmax map;
+    the product with V, 2 C in all, is needed once, on the combined map.
+    """
+    matrices = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
+    maps = sum(block.attn.q_proj.out_features + model.cfg.n_embd for block in model.blocks)
+    return 3 * (2 * matrices + 2 * maps * (T + 1) / 2)
 
 
 def estimate(cfg, params, tokens, sixteen_bits=False, grad_checkpoint=False, on_cpu=False):
