@@ -13,7 +13,7 @@ SwiGLU, no biases. One equation covers all of them (Ye et al. 2024, arXiv 2410.0
 
 Shapes: B batch, T new tokens, S tokens attended to, C = n_embd, H = n_head, D = C / H (the head size, the
 paper's d), V vocabulary. Read from top to bottom: every name is known when it is used. Beside it: initial.py
-(the first values), blocks.py (attention in blocks of queries), generation.py (the cache, the choice of tokens).
+(the first values), blocks.py (attention in blocks of queries), generation.py (the cache, Linear, sampling).
 """
 
 import math
@@ -25,7 +25,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from blocks import in_blocks
-from generation import stream
+from generation import Linear, stream
 from initial import initialize
 
 
@@ -176,10 +176,10 @@ class Attention(nn.Module):
         assert cfg.n_head % cfg.kv_heads == 0, f"{cfg.n_head} query heads cannot share {cfg.kv_heads} keys evenly"
         assert cfg.kv_heads % self.head_multiple == 0, f"odd heads in pairs: {cfg}"
         self.D = D
-        self.q_proj = nn.Linear(C, self.query_factor * cfg.n_head * D, bias=False)
-        self.k_proj = nn.Linear(C, cfg.kv_heads * D, bias=False)
-        self.v_proj = nn.Linear(C, cfg.kv_heads * D, bias=False)
-        self.out_proj = nn.Linear(C, C, bias=False)
+        self.q_proj = Linear(C, self.query_factor * cfg.n_head * D)
+        self.k_proj = Linear(C, cfg.kv_heads * D)
+        self.v_proj = Linear(C, cfg.kv_heads * D)
+        self.out_proj = Linear(C, C)
 
     def qkv(self, x, rope, cache):
         """(B, T, C) -> queries (B, heads, T, D), keys (B, heads, S, D), values (B, heads, S, E), q and k rotated."""
@@ -256,7 +256,7 @@ class DiffAttentionV2(Attention):
 
     def __init__(self, cfg, layer):
         super().__init__(cfg, layer)
-        self.lambda_proj = nn.Linear(cfg.n_embd, cfg.n_head, bias=False)
+        self.lambda_proj = Linear(cfg.n_embd, cfg.n_head)
 
     def operands(self, x, rope, cache=None):
         q, k, v = self.qkv(x, rope, cache)
@@ -278,9 +278,9 @@ class SwiGLU(nn.Module):
     def __init__(self, cfg):
         super().__init__()
         hidden = round(8 * cfg.n_embd / 3) - ATTENTIONS[cfg.attention].borrowed(cfg)
-        self.gate_proj = nn.Linear(cfg.n_embd, hidden, bias=False)
-        self.up_proj = nn.Linear(cfg.n_embd, hidden, bias=False)
-        self.down_proj = nn.Linear(hidden, cfg.n_embd, bias=False)
+        self.gate_proj = Linear(cfg.n_embd, hidden)
+        self.up_proj = Linear(cfg.n_embd, hidden)
+        self.down_proj = Linear(hidden, cfg.n_embd)
 
     def forward(self, x):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -310,7 +310,7 @@ class GPT(nn.Module):
         self.dropout = nn.Dropout(cfg.dropout)
         self.blocks = nn.ModuleList(Block(cfg, layer) for layer in range(cfg.n_layer))
         self.norm = RMSNorm(cfg.n_embd)
-        self.lm_head = nn.Linear(cfg.n_embd, cfg.vocab_size, bias=False)
+        self.lm_head = Linear(cfg.n_embd, cfg.vocab_size)
         if cfg.tie_embeddings:
             self.lm_head.weight = self.tok_emb.weight
         initialize(self, seed)

@@ -1,4 +1,4 @@
-"""How do time and memory grow with the length of a text? One attention layer, by each path, forward and backward.
+"""How do time and memory grow with the length of a text? One attention layer, and its attention alone, by each path.
 
     python -m experiments.length                     # ten minutes on two cores
     python -m experiments.length --longest=2048 --rounds=1   # a quick look
@@ -9,7 +9,6 @@ Shows where each path of model.py pays, and so where its rule, `fastest`, should
 import math
 import sys
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -38,6 +37,15 @@ def layer_pass(kind, path, T):
     return clock() - start
 
 
+def attention_pass(path, T):
+    """Forward and backward of one differential head alone: two maps of 64-wide queries, 128-wide values. Seconds."""
+    kind = dict(device=DEVICE, dtype=torch.bfloat16 if DEVICE == "cuda" else torch.float32, requires_grad=True)
+    q1, k1, q2, k2, v = (torch.randn(1, 1, T, width, **kind) for width in (64, 64, 64, 64, 128))
+    lam, start = torch.tensor(0.8, **kind), clock()
+    PATHS[path](q1, k1, q2, k2, v, lam).sum().backward()
+    return clock() - start
+
+
 def kernels(kind, path, T=256):
     """Names of the attention kernels of a layer's backward pass, from the profiler."""
     with profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (DEVICE == "cuda")]) as prof:
@@ -51,6 +59,10 @@ def peak_of_layer(kind, path, T):
     return peak_mib(lambda: layer_pass(kind, path, 16), lambda: layer_pass(kind, path, T))
 
 
+def peak_of_attention(path, T):
+    return peak_mib(lambda: attention_pass(path, 16), lambda: attention_pass(path, T))
+
+
 def layers(lengths, rounds):
     """One layer, {length: {"kind, path": {"ms", "ratio" to standard, "peak_mib"}}}."""
     table = {}
@@ -58,17 +70,33 @@ def layers(lengths, rounds):
         paths = ["fastest", "fused"] if T > LONGEST_OF_MAPS else list(PATHS)
         kinds = {kind: paths if kind == "diff" else set(paths) & {"fastest", "eager"} for kind in ATTENTIONS}
         cases = {f"{kind}, {path}": (kind, path, T) for kind in kinds for path in PATHS if path in kinds[kind]}
-        ms = interleaved({name: partial(layer_ms, *case) for name, case in cases.items()}, rounds)
-        base = ms["standard, fastest"][0]
+        ms = milliseconds(layer_pass, cases, rounds)
+        base = ms["standard, fastest"]
         table[T] = {
-            name: {"ms": ms[name][0], "ratio": ms[name][0] / base, "peak_mib": afresh(peak_of_layer, *case)}
+            name: {"ms": ms[name], "ratio": ms[name] / base, "peak_mib": afresh(peak_of_layer, *case)}
             for name, case in cases.items()
         }
     return table
 
 
-def layer_ms(*case):
-    return (1e3 * layer_pass(*case),)
+def attention(lengths, rounds):
+    """Attention alone, {length: {path: {"ms", "ms_to_eager", "peak_mib", "peak_to_eager"}}}, where `eager` is asked."""
+    table = {}
+    for T in (T for T in lengths if T <= LONGEST_OF_MAPS):
+        ms = milliseconds(attention_pass, {path: (path, T) for path in PATHS}, rounds)
+        peak = {path: afresh(peak_of_attention, path, T) for path in PATHS}
+        table[T] = {
+            path: {"ms": ms[path], "ms_to_eager": ms[path] / ms["eager"],
+                   "peak_mib": peak[path], "peak_to_eager": peak[path] / peak["eager"]}
+            for path in PATHS
+        }  # fmt: skip
+    return table
+
+
+def milliseconds(function, cases, rounds):
+    """{name: median} of function(*case), interleaved."""
+    turns = {name: lambda case=case: (1e3 * function(*case),) for name, case in cases.items()}
+    return {name: ms for name, (ms,) in interleaved(turns, rounds).items()}
 
 
 def exponent(layers, case):
@@ -85,9 +113,13 @@ def tables(numbers):
         cells = [numbers["layers"][T].get(case) for T in lengths]
         growth = f"T^{exponent(numbers['layers'], case):.2f}"
         layer.append([case, *(f"{c['ms']:.1f} / {c['peak_mib']:.0f}" if c else "" for c in cells), growth])
+    alone = [["attention alone, of `eager`: time / memory", *(f"T = {T}" for T in numbers["attention"])]]
+    for path in PATHS:
+        rows = [row[path] for row in numbers["attention"].values()]
+        alone.append([path, *(f"{row['ms_to_eager']:.2f} / {row['peak_to_eager']:.3f}" for row in rows)])
     kernel = [["path", "kernel of the backward pass"]]
     kernel += [[path, ", ".join(names)] for path, names in numbers["kernels"].items()]
-    return {"layer": layer, "kernel": kernel}
+    return {"layer": layer, "attention": alone, "kernel": kernel}
 
 
 def picture(numbers, path):
@@ -126,7 +158,8 @@ def main():
     if cfg.rounds < 1 or cfg.longest < LENGTHS[0]:
         sys.exit(f"length: rounds={cfg.rounds} must be at least 1 and longest={cfg.longest} at least {LENGTHS[0]}")
     numbers = {"device": DEVICE, "rounds": cfg.rounds}
-    numbers["layers"] = layers([T for T in LENGTHS if T <= cfg.longest], cfg.rounds)
+    lengths = [T for T in LENGTHS if T <= cfg.longest]
+    numbers["layers"], numbers["attention"] = layers(lengths, cfg.rounds), attention(lengths, cfg.rounds)
     numbers["kernels"] = {f"{kind}, {path}": kernels(kind, path) for kind in ATTENTIONS for path in PATHS}
     experiments.save(experiments.RESULTS / "length.json", numbers)
     numbers = experiments.load("length")

@@ -8,7 +8,7 @@ import torch
 
 import model
 from config import check_model
-from generation import KVCache, pick
+from generation import KVCache, Linear, pick
 from model import ATTENTIONS, GPT, GPTConfig, blocks, eager, fastest, fused, rope_table
 
 KINDS = list(ATTENTIONS)
@@ -275,6 +275,22 @@ def test_generation_draws_from_the_whole_distribution_unless_told():
     assert torch.equal(drawn(gpt.generate, x, 50), drawn(gpt.generate, x, 50, **plain))
     del plain["use_cache"]
     assert torch.equal(drawn(pick, logits), drawn(pick, logits, **plain))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 1), (4, 16), (1,), (5, 13)])
+def test_products_with_few_rows_take_all_threads(shape, monkeypatch):
+    cut, bmm = [], torch.bmm
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 9)
+    monkeypatch.setattr(torch, "bmm", lambda x, W: cut.append((tuple(x.shape), tuple(W.shape))) or bmm(x, W))
+    linear, x = Linear(96, 390).double(), torch.randn(*shape, 96, dtype=torch.float64)
+    rows = math.prod(shape)
+    with torch.inference_mode():
+        torch.testing.assert_close(linear(x), x @ linear.weight.mT, rtol=0, atol=1e-12)
+        assert cut == [((3, rows, 96), (3, 96, 130))] * (rows <= 64)  # 9 threads, but 3 blocks are equally large
+        cut.clear()
+        Linear(128, 256)(torch.randn(1, 1, 128))  # too small
+    linear(x)  # training: nothing changes
+    assert not cut
 
 
 def test_window_restarts_from_its_last_half():
