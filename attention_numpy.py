@@ -2,10 +2,10 @@
 
     python attention_numpy.py        # a walk through two maps and their difference
 
-Four steps, each checked against the one before: (1) loops, (2) matrices, (3) whole layers, fed from
-a model's state-dict by name, (4) gradients by hand. Symbols and equation numbers are those of the
-paper (Ye et al. 2024, arXiv 2410.05258). There is no batch axis, and heads are a Python loop, so that
-no reshape can hide a mistake. On each `def`: the shapes in -> the shapes out, with
+Four steps: (1) loops, (2) matrices, (3) whole layers, fed from a model's state-dict by name, (4) gradients
+by hand. The walk checks them against each other; tests/test_attention.py checks model.py against them. Symbols
+and equation numbers are those of the paper (Ye et al. 2024, arXiv 2410.05258). There is no batch axis, and
+heads are a Python loop, so that no reshape can hide a mistake. On each `def`: the shapes in -> the shapes out, with
 
     T tokens, C channels, D head size (the paper's d), E width of a value (D, or 2 D in the paper's layer)
 """
@@ -49,7 +49,7 @@ def softmax_map(Q, K, causal=True):  # (T, D), (T, D) -> (T, T)
 
 def diff_map(A1, A2, lam):  # (T, T), (T, T), scalar or (T,) -> (T, T)
     """The weights on V: A1 - lam A2. Row t sums to 1 - lam_t."""
-    return A1 - np.reshape(lam, (-1, 1)) * A2
+    return A1 - np.atleast_1d(lam)[:, None] * A2
 
 
 def diff_attention(Q1, K1, Q2, K2, V, lam, causal=True):  # 4 x (T, D), (T, E), scalar or (T,) -> (T, E)
@@ -99,7 +99,7 @@ def standard_layer(x, w, layer, n_head, n_kv_head, theta=10000.0, causal=True): 
     return np.hstack(heads) @ w["out_proj.weight"].T, maps
 
 
-def diff_heads(x, w, n_head, n_kv_head, theta):
+def diff_heads(x, w, n_head, n_kv_head, theta):  # (T, C) -> n_head / 2 x (i, g, 4 x (T, D), (T, 2 D))
     """Of each head in `diff_layer`: its number, its group's, rotated Q1, K1, Q2, K2 (T, D), and V (T, 2 D)."""
     D = x.shape[1] // n_head
     for i in range(n_head // 2):
@@ -150,7 +150,7 @@ def diff_attention_backward(dY, Q1, K1, Q2, K2, V, lam, causal=True):  # (T, E),
     dA = dY @ V.T  # (T, T), by the combined map: A1 gets dA, A2 gets -lam dA
     # A row a = softmax(s) has Jacobian diag(a) - a a^T, hence a * (da - a . da).
     dS1 = A1 * (dA - (A1 * dA).sum(axis=1, keepdims=True))
-    dS2 = -np.reshape(lam, (-1, 1)) * A2 * (dA - (A2 * dA).sum(axis=1, keepdims=True))
+    dS2 = -np.atleast_1d(lam)[:, None] * A2 * (dA - (A2 * dA).sum(axis=1, keepdims=True))
     dlam = -(dA * A2).sum(axis=1) if np.ndim(lam) else -(dA * A2).sum()
     return dS1 @ K1 * scale, dS1.T @ Q1 * scale, dS2 @ K2 * scale, dS2.T @ Q2 * scale, dV, dlam
 
@@ -170,7 +170,7 @@ def diff_layer_backward(dout, x, w, layer, n_head, n_kv_head, theta=10000.0, cau
     Wo = w["out_proj.weight"]
     dx, dw, dlam = np.zeros_like(x), {name: np.zeros_like(value) for name, value in w.items()}, 0.0
 
-    def through_projection(dh, name, i, size):  # dh (T, size), the gradient by head(x, W, i, size)
+    def through_projection(dh, name, i, size):  # (T, size), the gradient by head(x, W, i, size) -> (T, C)
         rows = slice(i * size, (i + 1) * size)
         dw[name][rows] += dh.T @ x  # += because grouped queries share keys and values
         return dh @ w[name][rows]

@@ -2,7 +2,7 @@
 
 import importlib.util
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from data.stories import Difficulty
 from model import ATTENTIONS, GPTConfig
@@ -32,7 +32,7 @@ class TrainConfig:
     block_size: int = 120  # tokens a window
     dropout: float = 0.0
     init_std: float = GPTConfig.init_std  # of every matrix at the start but the embedding
-    emb_std: float = GPTConfig.emb_std  # of the token embedding at the start
+    emb_std: float = 0.0  # of the token embedding at the start; 0 means 0.5 for stories, 0.1 for other texts
     rope_theta: float = GPTConfig.rope_theta
     tie_embeddings: bool = True  # input and output embedding are one matrix
 
@@ -81,8 +81,12 @@ class TrainConfig:
     eval_only: bool = False  # evaluate the run in out_dir, train nothing
     preset: str = "laptop"  # laptop, long, shakespeare, gpu, gpt2 or paper: other defaults for all of the above
 
+    def resolved(self):
+        """The same with the number that emb_std=0 stands for: stories have few words, and each must stand out."""
+        return replace(self, emb_std=self.emb_std or (0.5 if self.dataset == "stories" else 0.1))
+
     def model_config(self, vocab_size=GPTConfig.vocab_size):
-        own = {f.name: getattr(self, f.name) for f in fields(GPTConfig) if f.name != "vocab_size"}
+        own = {f.name: getattr(self.resolved(), f.name) for f in fields(GPTConfig) if f.name != "vocab_size"}
         return GPTConfig(vocab_size=vocab_size, **own)
 
     def difficulty(self):

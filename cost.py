@@ -40,8 +40,8 @@ def flops_per_token(model, T):
     the product with V, 2 C in all, is needed once, on the combined map.
     """
     matrices = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
-    maps = sum(block.attn.q_proj.out_features + model.cfg.n_embd for block in model.blocks)
-    return 3 * (2 * matrices + 2 * maps * (T + 1) / 2)
+    for_each_key = sum(block.attn.q_proj.out_features + model.cfg.n_embd for block in model.blocks)
+    return 3 * (2 * matrices + 2 * for_each_key * (T + 1) / 2)
 
 
 def estimate(cfg, params, tokens, sixteen_bits=False, grad_checkpoint=False, on_cpu=False):

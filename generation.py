@@ -1,9 +1,8 @@
-"""Generation: the window that slides over the text, kept keys and values, fast products, the choice of a token."""
+"""Generation: the window that slides over the text, kept keys and values, the choice of a token."""
 
 import math
 
 import torch
-import torch.nn as nn
 
 
 class KVCache:
@@ -22,23 +21,6 @@ class KVCache:
         self.k[:, :, new], self.v[:, :, new] = k, v
         self.length = new.stop
         return self.k[:, :, : new.stop], self.v[:, :, : new.stop]
-
-
-class Linear(nn.Linear):
-    """x W^T, no bias. New tokens are few rows, and BLAS multiplies few rows on one thread: so while text is written, W
-    is cut into a block of rows for each thread, without a copy, and the products are a batch. When it pays: LOG.md."""
-
-    def __init__(self, in_features, out_features):
-        super().__init__(in_features, out_features, bias=False)
-
-    def forward(self, x):
-        few = x.numel() <= 64 * self.in_features and self.weight.numel() > 2**15 and x.device.type == "cpu"
-        if not (few and torch.is_inference_mode_enabled()):
-            return super().forward(x)
-        blocks = math.gcd(self.out_features, torch.get_num_threads())
-        W = self.weight.view(blocks, -1, self.in_features)
-        y = torch.bmm(x.flatten(0, -2).expand(blocks, -1, -1), W.mT)  # (blocks, rows, out_features / blocks)
-        return y.transpose(0, 1).reshape(*x.shape[:-1], self.out_features)
 
 
 @torch.inference_mode()

@@ -8,12 +8,11 @@ Around the attention everything is the same for every kind: RMSNorm before each 
 SwiGLU, no biases. One equation covers all of them (Ye et al. 2024, arXiv 2410.05258, eq. 1):
 
     y = (A1 - lam A2) V,    Ai = softmax(Qi Ki^T / sqrt(D))  over the tokens so far
-
 "standard" has no second map; "diff" (V1) and "diff_v2" (V2) differ in where lam, K and V come from.
 
 Shapes: B batch, T new tokens, S tokens attended to, C = n_embd, H = n_head, D = C / H (the head size, the
-paper's d), V vocabulary. Read from top to bottom: every name is known when it is used. Beside it: initial.py
-(the first values), blocks.py (attention in blocks of queries), generation.py (the cache, Linear, sampling).
+paper's d), V vocabulary. Read from top to bottom: every name is known when it is used. Beside it: linear.py (a
+product), initial.py (the first values), blocks.py (attention in blocks), generation.py (the cache, sampling).
 """
 
 import math
@@ -25,8 +24,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from blocks import in_blocks
-from generation import Linear, stream
+from generation import stream
 from initial import initialize
+from linear import Linear
 
 
 @dataclass

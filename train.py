@@ -112,6 +112,7 @@ def train(cfg, team=ALONE):
     is no longer a number, MemoryError when there is too little of it. `team`: the processes that train together.
     """
     cfg.check()
+    cfg = cfg.resolved()
     device = team.together(lambda: team.device(cfg.device))
     cfg, state, dataset, model_cfg, windows = team.together(lambda: starting_point(cfg, team.size))
     entropy = dataset.val_entropy(len(windows[0]))

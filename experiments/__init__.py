@@ -28,7 +28,7 @@ RUNS = checkpoint.RUNS / "experiments"
 
 ROOT = Path(__file__).parent.parent
 # What a run's numbers come from, as it was imported: a file that changes meanwhile is another run's.
-NAMES = [*(f"{name}.py" for name in ("model", "initial", "blocks", "train", "evaluate", "run_log")), "data/*.py"]
+NAMES = [*(f"{name}.py" for name in "model linear initial blocks train evaluate run_log".split()), "data/*.py"]
 NAMED = [path for name in NAMES for path in sorted(ROOT.glob(name))]
 CODE = {path: path.read_bytes() for path in NAMED}
 
@@ -56,7 +56,7 @@ def preset(name):
 
 def fingerprint(cfg):
     """A name for what a run's numbers depend on: settings, text, code, kind of device; not the version of torch."""
-    digest = hashlib.sha256(json.dumps(asdict(replace(cfg, **PLACE)), sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps(asdict(replace(cfg.resolved(), **PLACE)), sort_keys=True).encode())
     digest.update(pick_device(cfg.device).type.encode())
     kind = Path(inspect.getfile(ATTENTIONS[cfg.attention]))  # an experiment, if it adds it
     CODE.setdefault(kind, kind.read_bytes())
@@ -112,7 +112,7 @@ def best_of(kind, base):
 
     What was found for whole runs is taken for those of --quick too.
     """
-    name = f"tune-{Path(base.dataset).stem}"
+    base, name = base.resolved(), f"tune-{Path(base.dataset).stem}"
     path = RESULTS / f"{name}.json"
     need(path.exists(), f"{path.name} does not exist: run python -m experiments.tune --dataset={base.dataset} first")
     found = load(name)
@@ -171,7 +171,8 @@ def shorter(train):
 
 
 def shortened(cfg):
-    """Of an experiment's settings with --quick: one seed, and shorter runs."""
+    """An experiment's settings, with the text and every number in `train`; with --quick: one seed, and shorter runs."""
+    cfg = replace(cfg, train=replace(cfg.train, dataset=getattr(cfg, "dataset", cfg.train.dataset)).resolved())
     if not cfg.quick:
         return cfg
     train = shorter(cfg.train)

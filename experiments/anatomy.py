@@ -12,7 +12,7 @@ deviation over the mean, in a layer. The learned lambda is also scaled, to see w
 another.
 """
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -136,7 +136,7 @@ def anatomy(cfg):
     """{"settings", "seeds", "kinds": {kind: {number: [a seed's mean over layers], "layers", "lambdas", "scaled"}}}"""
     experiments.check(cfg)
     need(cfg.windows >= 1, f"windows={cfg.windows} must be at least 1")
-    cfg = experiments.shortened(replace(cfg, train=replace(cfg.train, dataset=cfg.dataset)))
+    cfg = experiments.shortened(cfg)
     train = cfg.train
     text = data.load(cfg.dataset, train.tokenizer, train.bpe_vocab_size, train.difficulty())
     windows = text.val_windows(train.eval_windows, train.block_size)

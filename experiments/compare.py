@@ -9,7 +9,8 @@ Every kind is trained once a seed; runs of one seed share their batches and, whe
 initial values, and are compared in pairs. Any setting of train.py can be changed with --train.NAME.
 """
 
-from dataclasses import dataclass, field, replace
+import statistics
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import experiments
@@ -37,7 +38,7 @@ def compare(cfg):
     experiments.check(cfg)
     cfg = experiments.shortened(cfg)
     seeds = range(cfg.first_seed, cfg.first_seed + cfg.seeds)
-    base, runs = replace(cfg.train, dataset=cfg.dataset), {kind: [] for kind in cfg.kinds}
+    base, runs = cfg.train, {kind: [] for kind in cfg.kinds}
     for kind, _, result in experiments.runs(base, cfg.kinds, seeds, cfg.tuned):
         runs[kind].append(result)
     numbers = {"settings": vars(base), "seeds": list(seeds), "baseline": cfg.kinds[0], "kinds": {}}
@@ -86,7 +87,7 @@ def tables(numbers):
     asks = kinds[baseline]["answers"][0] is not None
     columns = ["attention", "parameters", "seeds", "validation loss"]
     beside = [f"difference to {baseline}", "updates to its loss"] * (len(kinds) > 1)
-    rows = [columns + beside + ["answers right", "half right at"] * asks]
+    rows = [columns + beside + ["answers right", "half right at"] * asks + ["tokens/s"]]
     for kind, k in kinds.items():
         row = [kind, f"{k['params']:,}", str(len(k["val_loss"])), pm(k["val_loss"], "{:.4f}")]
         if kind != baseline:
@@ -97,7 +98,7 @@ def tables(numbers):
         if asks:
             row.append(", ".join(f"{a:.0%}" if a in (0, 1) else f"{a:.1%}" for a in k["answers"]))
             row.append(", ".join(str(half_right(run) or "never") for run in k["history"]))
-        rows.append(row)
+        rows.append([*row, f"{statistics.median(k['tokens_per_s']):,.0f}"])
     return {"losses": rows}
 
 

@@ -50,7 +50,7 @@ class IclConfig:
     sets: int = 10  # of examples, each with labels of its own; of each set, all other words are asked for
     orders: int = 10  # of each set, of each sort
     quick: bool = False  # one seed, a quarter of the updates
-    train: TrainConfig = field(default_factory=partial(TrainConfig, max_iters=3000))  # of the models
+    train: TrainConfig = field(default_factory=partial(TrainConfig, max_iters=3000, emb_std=0.5))  # of the models
 
 
 def episode(draw, shots):

@@ -129,12 +129,12 @@ def picture(numbers, path):
     import matplotlib.pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
-    for color, kind in zip(("C0", "C3", "C2"), ATTENTIONS):
+    for i, kind in enumerate(ATTENTIONS):
         for style, way in (("-", "fastest"), (":", "eager")):
             points = [(T, row[f"{kind}, {way}"]) for T, row in numbers["layers"].items() if f"{kind}, {way}" in row]
             lengths = [int(T) for T, _ in points]
             for axes, value in ((left, "ms"), (right, "peak_mib")):
-                axes.loglog(lengths, [p[value] for _, p in points], color + style, marker=".", label=f"{kind}, {way}")
+                axes.loglog(lengths, [p[value] for _, p in points], f"C{i}{style}", marker=".", label=f"{kind}, {way}")
     for axes, label in ((left, "ms"), (right, "peak MiB")):
         axes.set(xlabel="T, tokens", ylabel=f"one layer, forward and backward, {label}")
         axes.grid(alpha=0.3)

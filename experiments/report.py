@@ -182,7 +182,7 @@ def wrong(name):
     if len(numbers["seeds"]) < seeds:
         return f"{name}.json has {len(numbers['seeds'])} seeds, and needs {seeds}"
     made = numbers.get("train") or numbers["settings"]
-    for setting, value in asdict(settings).items():
+    for setting, value in asdict(settings.resolved()).items():
         if setting not in FREE and made.get(setting) != value:
             return f"{name}.json was made with {setting}={made.get(setting)!r}: now it is {value!r}"
     return ""

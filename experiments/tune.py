@@ -33,7 +33,7 @@ def tune(cfg):
     """Trains what is missing. Returns {"settings", "seeds", "kinds": {kind: {"tries": [..], "best": {..}}}}."""
     experiments.check(cfg)
     cfg = experiments.shortened(cfg)
-    base = replace(cfg.train, dataset=cfg.dataset)
+    base = cfg.train
     for kind in cfg.kinds:
         replace(base, attention=kind).check()
     seeds, kinds = range(cfg.first_seed, cfg.first_seed + cfg.seeds), {}

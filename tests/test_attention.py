@@ -23,7 +23,7 @@ from blocks import in_blocks
 from generation import KVCache
 from model import ATTENTIONS, GPTConfig, blocks, eager, fastest, fused, softmax_map
 
-B, T, D, H, LAYER = 3, 7, 10, 12, 2
+B, T, D, H, LAYER = 5, 7, 14, 12, 2  # D must be even, H have divisors: no two sizes are equal, of pairs of keys neither
 PATHS = {"eager": eager, "fused": fused, "blocks": partial(blocks, size=3)}  # T is no multiple of 3
 CASES = [(kind, kv) for kind in reference.LAYERS for kv in (0, 6, 4, 2)]  # 12 has even divisors to share by
 
@@ -479,11 +479,12 @@ def test_lambda_is_finite_and_learns_up_to_60(dtype, qk):
     with torch.no_grad():
         layer.lambda_q1.fill_(8.0)
         layer.lambda_k1.fill_(qk / (8 * D))
+        layer.lambda_q2.zero_()
     with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
         lam = layer.lam()
     lam.backward()
     assert lam.isfinite() and lam.dtype is torch.float32
-    assert lam.item() == pytest.approx(math.exp(qk) - 1 + layer.lambda_init, rel=0.3, abs=0.2)
+    assert lam.item() == pytest.approx(math.exp(qk) - 1 + layer.lambda_init, rel=0.3, abs=1e-3)
     assert all(p.grad.isfinite().all() for name, p in layer.named_parameters() if name.startswith("lambda"))
 
 

@@ -19,7 +19,15 @@ from model import ATTENTIONS, GPT, GPTConfig, eager, rope_table, shared, softmax
 
 WORDS = tokenizers.BPETokenizer.of_words(stories.VOCABULARY)
 TOY = TrainConfig(
-    n_layer=2, n_head=4, n_embd=32, max_iters=2, batch_size=2, eval_interval=1, eval_windows=4, device="cpu"
+    n_layer=2,
+    n_head=4,
+    n_embd=32,
+    emb_std=0.5,
+    max_iters=2,
+    batch_size=2,
+    eval_interval=1,
+    eval_windows=4,
+    device="cpu",
 )
 
 USUAL = replace(TOY, n_head=TrainConfig().n_head, n_embd=TrainConfig().n_embd)  # where an experiment sets these
@@ -221,7 +229,7 @@ def test_a_head_that_does_nothing_has_no_importance_and_lambda_is_scaled(kind):
     assert rises[1][0] == 0 and sum(rise == 0 for of_layer in rises for rise in of_layer) == 1
     with torch.no_grad():
         assert len(anatomy.looking(model, idx)) == 2
-    if kind != "standard":
+    if model.attention_maps(idx)[0][2] is not None:
         assert anatomy.scaled(model, loss, 1.0) == before != anatomy.scaled(model, loss, 0.5)
     assert loss() == before  # all is as it was
 
@@ -248,7 +256,7 @@ def test_what_fills_up_a_story_is_left_out():
 # --- outliers --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ATTENTIONS)
+@pytest.mark.parametrize("kind", ["standard", "diff", "diff_v2"])  # of another they might all be equal
 def test_logits_with_all_their_bits_change_nothing_and_fewer_change_more(kind):
     model = GPT(GPTConfig(n_layer=1, n_embd=32, attention=kind)).eval()
     x = torch.randn(2, 20, 32, generator=torch.Generator().manual_seed(0))
@@ -624,9 +632,12 @@ def test_a_result_of_other_settings_has_another_name(flags, name, monkeypatch, c
 
 def test_quick_is_shorter_and_easier():
     settings = compare.CompareConfig(seeds=4, train=TrainConfig(max_iters=400, people=9, fewest=3, denials=5))
-    assert experiments.shortened(settings) is settings
+    assert experiments.shortened(settings) == replace(settings, train=replace(settings.train, emb_std=0.5))
+    assert experiments.shortened(replace(settings, dataset="a.txt")).train == replace(
+        settings.train, dataset="a.txt", emb_std=0.1
+    )
     quick = experiments.shortened(replace(settings, quick=True))
-    easier = replace(settings.train, max_iters=100, people=6, denials=0)
+    easier = replace(settings.train, max_iters=100, people=6, denials=0, emb_std=0.5)
     assert quick.seeds == 1 and quick.train == easier
     for fewest, people in ((7, 7), (2, 4)):
         crowd = replace(settings.train, fewest=fewest, people=max(people, fewest))

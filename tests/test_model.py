@@ -8,7 +8,8 @@ import torch
 
 import model
 from config import check_model
-from generation import KVCache, Linear, pick
+from generation import KVCache, pick
+from linear import Linear
 from model import ATTENTIONS, GPT, GPTConfig, blocks, eager, fastest, fused, rope_table
 
 KINDS = list(ATTENTIONS)
@@ -146,15 +147,16 @@ def test_untrained_loss_is_that_of_guessing(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_both_paths_any_length_float64(kind):
+def test_all_paths_any_length_float64(kind):
     """Report 28."""
     gpt = GPT(replace(SMALL, attention=kind)).double()
     x = ids(2, 29)  # longer than block_size
     logits, _ = gpt(x)
     assert logits.dtype is torch.float64 and logits.shape == (2, 29, 31)
-    for block in gpt.blocks:
-        block.attn.attend = eager
-    torch.testing.assert_close(gpt(x)[0], logits, rtol=0, atol=1e-12)
+    for path in (eager, fused):
+        for block in gpt.blocks:
+            block.attn.attend = path
+        torch.testing.assert_close(gpt(x)[0], logits, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -282,14 +284,18 @@ def test_products_with_few_rows_take_all_threads(shape, monkeypatch):
     cut, bmm = [], torch.bmm
     monkeypatch.setattr(torch, "get_num_threads", lambda: 9)
     monkeypatch.setattr(torch, "bmm", lambda x, W: cut.append((tuple(x.shape), tuple(W.shape))) or bmm(x, W))
-    linear, x = Linear(96, 390).double(), torch.randn(*shape, 96, dtype=torch.float64)
-    rows = math.prod(shape)
-    with torch.inference_mode():
-        torch.testing.assert_close(linear(x), x @ linear.weight.mT, rtol=0, atol=1e-12)
-        assert cut == [((3, rows, 96), (3, 96, 130))] * (rows <= 64)  # 9 threads, but 3 blocks are equally large
+    x, rows = torch.randn(*shape, 96, dtype=torch.float64), math.prod(shape)
+    for out_features in (396, 401):  # 401: 5 rows of W are left over
+        linear = Linear(96, out_features).double()
+        with torch.inference_mode():
+            torch.testing.assert_close(linear(x), x @ linear.weight.mT, rtol=0, atol=1e-12)
+        assert cut == [((9, rows, 96), (9, 96, 44))] * (rows <= 64)
         cut.clear()
-        Linear(128, 256)(torch.randn(1, 1, 128))  # too small
     linear(x)  # training: nothing changes
+    with torch.inference_mode():
+        Linear(128, 256)(torch.randn(1, 1, 128))  # too small
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+        linear(x)
     assert not cut
 
 
