@@ -14,6 +14,7 @@ and renamed when it is whole, so that a kill at any moment leaves the previous o
 import json
 import os
 import zipfile
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -55,17 +56,52 @@ def load(path):
             if archive.testzip() or any(part.external_attr for part in archive.infolist()):
                 raise zipfile.BadZipFile
         state = torch.load(path, map_location="cpu", weights_only=True)
-        if known := (kind := state["model_config"]["attention"]) in ATTENTIONS:
-            load_model(state)
+        check(state)
+        kind = state["model_config"]["attention"]
         finite = all(w.isfinite().all() for w in state["model"].values())
-        state["tokenizer"]["kind"], state["train_config"]["dataset"], state["step"], state["best_val_loss"]
+    except PermissionError:
+        raise
     except Exception as error:  # whatever a damaged or foreign file provokes, it is the file that is wrong
         raise ValueError(f"{path} is not a checkpoint of this project ({type(error).__name__})") from None
-    if not known:
+    if kind not in ATTENTIONS:
         raise ValueError(f"{path} has attention={kind!r}: model.py must have it in ATTENTIONS")
     if not finite:
         raise ValueError(f"{path} has weights that are not finite: its run diverged")
     return state
+
+
+def check(state):
+    """Raises an exception, of whatever kind, if this is not what `save` is given. Nothing large is built for that."""
+    cfg, tokenizer = GPTConfig(**state["model_config"]), state["tokenizer"]
+    for f in fields(GPTConfig):
+        value, kinds = getattr(cfg, f.name), (int, float) if f.type is float else f.type
+        assert isinstance(value, kinds), (f.name, value)
+    assert 1 <= cfg.n_layer <= len(state["model"]) and cfg.block_size >= 1 and cfg.rope_theta > 0
+    if cfg.attention in ATTENTIONS:
+        with torch.device("meta"):
+            # A copy: assign=True would stay in the metadata of the one that is loaded later, and untie its embeddings.
+            GPT(cfg).load_state_dict(dict(state["model"]), assign=True)
+    entries = {"char": "chars", "bpe": "tokens"}.get(tokenizer["kind"])
+    assert entries is None or len(tokenizer[entries]) == cfg.vocab_size
+    assert type(state["step"]) is int and state["step"] >= 0 and type(state["best_val_loss"]) is float
+    assert {"dataset", "batch_size", "gradient_accumulation_steps"} <= set(state["train_config"])
+
+
+def restore(state, optimizer, scaler):
+    """Puts what a checkpoint holds of them back. Raises ValueError with one sentence if it does not fit: a fused AdamW
+    would write beyond moments that are too small."""
+    try:
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        moments = [state["optimizer"]["state"][i] for i in range(len(params))] if state["step"] else []
+        for p, moment in zip(params, moments):
+            shapes = {moment[name].shape for name in ("exp_avg", "exp_avg_sq")}
+            assert shapes == {p.shape} and moment["step"].numel() == 1, shapes
+        optimizer.load_state_dict(state["optimizer"])
+        scaler.load_state_dict(state["scaler"])
+    except Exception as error:  # whatever a damaged or foreign state provokes
+        raise ValueError(
+            f"the optimizer in ckpt.pt does not fit its weights ({type(error).__name__}): start anew with --init_from"
+        ) from None
 
 
 def find(run, prefer=("best.pt", "ckpt.pt")):
@@ -110,12 +146,22 @@ def read_config(run, kind=dict):
         raise ValueError(f"{path} is missing, damaged or another version's: {run} is not the folder of a run") from None
 
 
+def must_be_free(run):
+    """Raises ValueError with one sentence if a folder holds what a new run there would replace."""
+    for name, way_out in {
+        "ckpt.pt": "add --resume to go on with it",
+        "best.pt": "start from it with --init_from",
+    }.items():
+        if (Path(run) / name).exists():
+            raise ValueError(f"{run} holds a run already: {way_out}, or choose another --out_dir")
+
+
 def claim(run):
     """The run's lock, an open file that makes the folder this process's own until it is closed, or the process dies.
 
     Raises ValueError with one sentence if another holds it. Windows, and file systems without locks, do not know.
     """
-    file = open(Path(run) / "lock", "w")
+    file = open(Path(run) / "lock", "a")  # not "w", which would empty what a link leads to
     try:
         if os.name == "posix":
             import fcntl

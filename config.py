@@ -113,6 +113,7 @@ class TrainConfig:
             not (self.eval_only and self.init_from),
             "eval_only evaluates --out_dir=RUN: name it there, not in init_from",
         )
+        need(not (self.resume and self.init_from), "resume goes on with --out_dir=RUN: leave out --init_from")
         check_model(self.model_config())
         self.difficulty().check()
         if self.log == "tensorboard":
@@ -125,7 +126,7 @@ AT_LEAST = {
 }
 PRESETS = {
     "laptop": {},  # the defaults
-    # harder stories, about half an hour; not run to its end here
+    # harder stories, about forty minutes on one core: all answers right from update 3,000 on
     "long": dict(questions=8, distractors=6, denials=4, restatements=2, block_size=192, max_iters=10000),
     # the size and the steps of nanoGPT's recipe for a CPU, with enough heads for `diff` to have four
     "shakespeare": dict(
@@ -140,7 +141,8 @@ PRESETS = {
         warmup_iters=100, eval_interval=500, eval_windows=400,
     ),
     # the smallest GPT-2, 124 M parameters, with the settings of the GPT-3 paper for that size (arXiv 2005.14165, table
-    # 2.1 and appendix B): 0.5 M tokens an update, a warm-up of 375 M, then once through 10 B; not tried here
+    # 2.1 and appendix B): 0.5 M tokens an update, a warm-up of 375 M, 10 B in all, which is eleven times through
+    # `fineweb`; not tried here. With N processes, give each --gradient_accumulation_steps=32 / N.
     "gpt2": dict(
         dataset="fineweb", tokenizer="gpt2", n_layer=12, n_head=12, n_embd=768, block_size=1024, init_std=0.036,
         emb_std=0.036, batch_size=16, gradient_accumulation_steps=32, max_iters=19073, learning_rate=6e-4, min_lr=6e-5,

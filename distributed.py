@@ -115,12 +115,15 @@ def gone(error):
 
 
 class StopOnSignal:
-    """Within it, the first SIGINT or SIGTERM only sets `signum`, so that the loop can save; a second one kills."""
+    """Within it, the first SIGINT, SIGTERM or SIGHUP (a closed terminal, unless nohup has it ignored) only sets
+    `signum`, so that the loop can save; a second one kills."""
 
     def __enter__(self):
-        self.signum, self.old = 0, {}
+        self.signum, self.old, signals = 0, {}, [signal.SIGINT, signal.SIGTERM]
+        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            signals.append(signal.SIGHUP)
         try:
-            self.old = {s: signal.signal(s, self.handle) for s in (signal.SIGINT, signal.SIGTERM)}
+            self.old = {s: signal.signal(s, self.handle) for s in signals}
         except ValueError:  # not in the main thread: signals are not ours to handle
             pass
         return self

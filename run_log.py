@@ -30,7 +30,9 @@ class Log:
 
     def __init__(self, run, step=None):
         self.lock, self.path = checkpoint.claim(run), Path(run) / "log.jsonl"
-        for rest in Path(run).glob("*.new"):  # of a process that was killed while it wrote
+        if step is None:  # once more, now that nobody else can begin here
+            checkpoint.must_be_free(run)
+        for rest in Path(run).glob("*.*.[0-9]*.new"):  # of a process that was killed while it wrote
             rest.unlink()
         if self.path.exists():
             kept = [] if step is None else [line for line in read_log(run) if line.get("step", -1) < step]
@@ -49,9 +51,17 @@ class Log:
 
 
 def read_log(run):
-    """The lines of log.jsonl, dicts; a last line that a kill cut short is left out."""
-    text = (Path(run) / "log.jsonl").read_text(encoding="utf-8")
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    """The lines of log.jsonl, dicts, up to the first that is not whole: a kill or a crash may have left it so."""
+    lines = []
+    for raw in (Path(run) / "log.jsonl").read_bytes().split(b"\n")[:-1]:
+        try:
+            line = json.loads(raw)
+        except ValueError:
+            break
+        if not isinstance(line, dict):
+            break
+        lines.append(line)
+    return lines
 
 
 def attention_numbers(model, idx):

@@ -28,6 +28,7 @@ from config import MAY_CHANGE, PRESETS, TrainConfig, need
 from device import PEAK_FLOPS, compiled, made_with, precision
 from distributed import ALONE, StopOnSignal, gone, join
 from evaluate import evaluate
+from health import LARGEST_LAMBDA, Health, diverged
 from model import BLOCKS_UNTIL, GPT
 from report import describe, duration, report
 from run_log import EventLog, Log, attention_numbers, read_log
@@ -67,10 +68,12 @@ def starting_point(cfg, processes):
     if goes_on or cfg.init_from:
         names = ("ckpt.pt",) if cfg.resume else ("best.pt", "ckpt.pt")
         state = checkpoint.load(checkpoint.find(cfg.out_dir if goes_on else cfg.init_from, names))
-    elif cfg.out_dir and (Path(cfg.out_dir) / "ckpt.pt").exists():
-        raise ValueError(
-            f"{cfg.out_dir} holds a run already: add --resume to go on with it, or choose another --out_dir"
-        )
+    if cfg.out_dir and not goes_on:
+        checkpoint.must_be_free(cfg.out_dir)
+        if any((Path(cfg.out_dir) / name).exists() for name in ("config.json", "log.jsonl")):
+            checkpoint.read_config(
+                cfg.out_dir, TrainConfig
+            )  # of a run that ended before it saved, not another program's
     if cfg.resume:
         need("optimizer" in state, f"{cfg.out_dir}/ckpt.pt has weights alone, as best.pt has: use --init_from")
         old = state["train_config"]
@@ -98,6 +101,8 @@ def starting_point(cfg, processes):
             f"dataset={cfg.dataset!r} has a vocabulary of {dataset.tokenizer.vocab_size} tokens that is not the"
             f" checkpoint's of {theirs.vocab_size}: use the text that it was trained on"
         )
+    if cfg.resume and state.get("text", dataset.mark()) != dataset.mark():
+        raise ValueError(f"dataset={cfg.dataset!r} is not the text that this run began with: use --init_from instead")
     model_cfg = cfg.model_config(dataset.tokenizer.vocab_size)
     for name, value in asdict(model_cfg).items():
         if state and state["model_config"][name] != value and name not in ("dropout", "init_std", "emb_std"):
@@ -149,9 +154,8 @@ def train(cfg, team=ALONE):
     optimizer, scaler = make_optimizer(model, cfg), torch.amp.GradScaler(device.type, enabled=use_scaler)
     step, best = 0, math.inf
     if cfg.resume:
-        optimizer.load_state_dict(state["optimizer"])
-        scaler.load_state_dict(state["scaler"])
-        step, best = state["step"], state["best_val_loss"]
+        checkpoint.restore(state, optimizer, scaler)
+        step, best, old_end = state["step"], state["best_val_loss"], state["train_config"]["max_iters"]
         best_path = Path(cfg.out_dir) / "best.pt"
         if best_path.exists():  # may know more: ckpt.pt is saved before its evaluation
             best = min(best, checkpoint.load(best_path)["best_val_loss"])
@@ -190,17 +194,20 @@ def train(cfg, team=ALONE):
         if team.first:
             checkpoint.save(
                 run / name, model=model.state_dict(), model_config=asdict(model_cfg), step=step, best_val_loss=best,
-                tokenizer=dataset.tokenizer.to_dict(), train_config=asdict(cfg), processes=team.size, **more,
+                tokenizer=dataset.tokenizer.to_dict(), text=dataset.mark(), train_config=asdict(cfg),
+                processes=team.size, **more,
             )  # fmt: skip
 
     print(f"{run}: update {step} of {cfg.max_iters}, {len(windows[0])} validation windows of {cfg.dataset}")
     if cfg.resume and step >= cfg.max_iters:
         print(f"this run is complete: a larger --max_iters than {cfg.max_iters} would go on with it")
+    if cfg.resume and old_end not in (0, cfg.max_iters) and not cfg.lr_decay_iters:
+        print(f"the learning rate ends at update {cfg.max_iters} now, not at {old_end}: no longer the same run")
     if entropy is not None:
         guesses = ", ".join(f"{guess} {share:.0%}" for guess, share in dataset.meta["guesses"].items())
         print(f"entropy of all stories {dataset.meta['expected_entropy']:.4f}; answers right by guessing: {guesses}")
     bar = tqdm(total=cfg.max_iters, initial=step, unit="step", disable=not sys.stderr.isatty(), smoothing=0.05)
-    train_loss, seconds, counted, timed = None, 0.0, 0, step + 10
+    train_loss, seconds, counted, timed, health = None, 0.0, 0, step + 10, Health(step, device)
     with StopOnSignal() as stop, bar, log, cost.in_words(needs):
         while True:
             signum = team.highest(stop.signum)  # a signal to one process stops all
@@ -218,6 +225,8 @@ def train(cfg, team=ALONE):
                     raise diverged(step, "validation loss", val_loss, run, model)
                 window = torch.from_numpy(windows[0][:1, windows[1][0] >= 0][:, :256])  # without what fills up a story
                 attention = attention_numbers(model, window.to(device))
+                if not max(map(abs, attention["lambdas"]), default=0) <= LARGEST_LAMBDA:
+                    raise diverged(step, "largest lambda", max(attention["lambdas"], key=abs), run, model)
                 note(step=step, val_loss=val_loss, answers=answers, **attention)
                 speed = f", {counted / seconds:,.0f} tokens/s" if seconds else ""
                 bar.write(f"update {step}: {describe(val_loss, answers, entropy)}{speed}")  # print, above the bar
@@ -245,6 +254,8 @@ def train(cfg, team=ALONE):
                 total += loss.detach() / pieces
             scaler.unscale_(optimizer)
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip or math.inf)
+            if not use_scaler:
+                health.watch(total, norm)
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad(set_to_none=True)
@@ -253,10 +264,11 @@ def train(cfg, team=ALONE):
 
             if step % cfg.log_interval == 0 or step % cfg.eval_interval == 0 or step in (timed, cfg.max_iters):
                 train_loss, norm = team.sum(total).item(), norm.item()  # the device is waited for only here
-                for name, value in (("loss", train_loss), ("gradient norm", norm)):
-                    # A scaler skips such updates and halves its scale; below 1 it is not the scale that is wrong.
-                    if not math.isfinite(value) and not (use_scaler and scaler.get_scale() >= 1):
-                        raise diverged(step, name, value, run, model)
+                if not use_scaler:
+                    health.check(step, team, run, model)
+                # A scaler skips bad updates and halves its scale; below 1 it is not the scale that is wrong.
+                elif scaler.get_scale() < 1 and not math.isfinite(norm):
+                    raise diverged(step, "gradient norm", norm, run, model)
             seconds += time.perf_counter() - start
             counted += rows[0].size
             if step == timed < cfg.max_iters and bar.disable:  # on a terminal the bar says it
@@ -279,16 +291,6 @@ def train(cfg, team=ALONE):
         "seconds": seconds, "tokens_per_s": counted / seconds if seconds else None, "history": history,
         "out_dir": str(run),
     }  # fmt: skip
-
-
-def diverged(step, name, value, run, model):
-    lambdas = {i: block.attn.lam().item() for i, block in enumerate(model.blocks) if hasattr(block.attn, "lam")}
-    name, value = next(((f"lambda of layer {i}", v) for i, v in lambdas.items() if not math.isfinite(v)), (name, value))
-    good = f"; the last good weights are in {run / 'best.pt'}" * (run / "best.pt").exists()
-    return FloatingPointError(
-        f"the {name} is {value} at update {step}: the run is lost from there{good}. Try a lower --learning_rate,"
-        " a longer --warmup_iters or --grad_clip=1.0"
-    )
 
 
 def to_device(array, device):
@@ -340,7 +342,9 @@ def main():
         if "interrupted" in result:
             run = result["out_dir"]
             print(f"stopped by signal {result['interrupted']}, saved update {result['steps']} in {run}/ckpt.pt")
-            print(f"go on: python train.py --resume --out_dir={run}")
+            print(
+                f"go on: python train.py --resume --out_dir={run}; sample it: python sample.py --latest --out_dir={run}"
+            )
             sys.exit(128 + result["interrupted"])
 
 

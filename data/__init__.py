@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import tempfile
+import zlib
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
@@ -40,6 +41,15 @@ class Dataset:
         pages that batches touched do not pile up in memory."""
         path, offset, count = self.files[split][n]
         return np.memmap(path, dtype=np.uint16, mode="r", offset=offset, shape=(count,))
+
+    def mark(self):
+        """A number that another text would hardly have: a checksum of every file's size, its first and its last ids."""
+        crc = 0
+        for split, files in self.files.items():
+            for n, (_, _, count) in enumerate(files):
+                ids = self.tokens(split, n)
+                crc = zlib.crc32(f"{count}".encode() + ids[:4096].tobytes() + ids[-4096:].tobytes(), crc)
+        return crc
 
     def starts(self, split, block_size):
         """Where a window of block_size ids, and the id after it, may begin: of each file a range or (n,) int64.
@@ -206,9 +216,15 @@ def _open(folder, prepare):
                     shutil.rmtree(left)
             if not folder.exists():
                 _write(folder, splits, tokenizer, meta)
-    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-    files = {split: tokenfiles.find(folder, split) for split in ("train", "val")}
-    return Dataset(folder, meta, tokenizers.from_dict(meta["tokenizer"]), files)
+    try:
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        files = {split: tokenfiles.find(folder, split) for split in ("train", "val")}
+        for split, ((path, _, _),) in files.items():
+            if path.stat().st_size != meta.get(f"{split}_bytes", path.stat().st_size):
+                raise ValueError(f"{path} has another size than was written")
+        return Dataset(folder, meta, tokenizers.from_dict(meta["tokenizer"]), files)
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{folder} is damaged, remove it and it will be made again ({error})") from None
 
 
 def _write(folder, splits, tokenizer, meta):
@@ -219,8 +235,13 @@ def _write(folder, splits, tokenizer, meta):
             with open(temporary / f"{split}.bin", "wb") as file:
                 for piece in pieces:
                     file.write(tokenizer.encode(piece))
-        meta = {"tokenizer": tokenizer.to_dict(), **meta}
-        (temporary / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+                file.flush()
+                os.fsync(file.fileno())  # or a crash of the machine could leave it empty under its last name
+                meta = {**meta, f"{split}_bytes": file.tell()}
+        with open(temporary / "meta.json", "w", encoding="utf-8") as file:
+            json.dump({"tokenizer": tokenizer.to_dict(), **meta}, file)
+            file.flush()
+            os.fsync(file.fileno())
         if not folder.exists():
             os.replace(temporary, folder)
     finally:

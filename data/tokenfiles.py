@@ -58,11 +58,13 @@ def describe(folder, tokenizer="auto"):
     way_out = f"use the text itself, --dataset={text}, or write its characters to {path}, as in {example}"
     if path.exists():
         try:
-            meta = json.loads(path.read_text(encoding="utf-8"))
-            kind = meta["tokenizer"]["kind"]
+            meta = {"tokenizer": json.loads(path.read_text(encoding="utf-8"))["tokenizer"]}
             tokenizers.from_dict(meta["tokenizer"])
-        except (ValueError, LookupError, TypeError) as error:
+            kind = meta["tokenizer"]["kind"]
+        except (LookupError, TypeError, RecursionError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise ValueError(f"{path} does not describe a tokenizer ({type(error).__name__}): {way_out}") from None
+        except ValueError as error:
+            raise ValueError(f"{path} does not describe a tokenizer ({error}): {way_out}") from None
     elif tokenizer == "auto" and (folder / "meta.pkl").exists():
         raise ValueError(f"{folder / 'meta.pkl'} is a pickle, which could run code, and is never read: {way_out}")
     own = tokenizers.from_dict(meta["tokenizer"])

@@ -56,7 +56,10 @@ class BPETokenizer:
         self.vocab_size = len(tokens)
 
     def encode(self, text):
-        return self.encoding.encode_to_numpy(text, allowed_special="all").astype(np.uint16)
+        try:
+            return self.encoding.encode_to_numpy(text, allowed_special="all").astype(np.uint16)
+        except ValueError as error:
+            raise ValueError(f"byte pairs cannot be made of this text ({error}): use --tokenizer=char") from None
 
     def first(self):
         """The ids that a text from nothing starts with: a new line."""
@@ -152,10 +155,30 @@ class GPT2Tokenizer(BPETokenizer):
         return {"kind": "gpt2"}
 
 
+PROBE = "one tree,\n 12 \u00fcber 345."
+
+
 def from_dict(d):
-    """The tokenizer that `to_dict` wrote."""
-    if d["kind"] == "char":
-        return CharTokenizer(d["chars"])
+    """The tokenizer that `to_dict` wrote. Raises ValueError with one sentence if it did not write this."""
+    if not isinstance(d, dict) or d.get("kind") not in ("char", "bpe", "gpt2"):
+        raise ValueError('it has no "kind" that is char, bpe or gpt2')
     if d["kind"] == "gpt2":
         return GPT2Tokenizer()
-    return BPETokenizer([base64.b64decode(token) for token in d["tokens"]], d["pattern"])
+    if d["kind"] == "char":
+        chars = d.get("chars")
+        whole = isinstance(chars, str) and sorted(set(chars.encode("utf-8", "ignore").decode()))
+        if not whole or whole != list(chars):
+            raise ValueError('its "chars" must be a string of characters, each once, in the order of their code points')
+        return CharTokenizer(chars)
+    try:
+        tokens = [base64.b64decode(token, validate=True) for token in d["tokens"]]
+        if not {bytes([b]) for b in range(256)} <= set(tokens) or len(set(tokens)) < len(tokens):
+            raise ValueError
+        tokenizer = BPETokenizer(tokens, d["pattern"])
+        if tokenizer.decode_bytes(tokenizer.encode(PROBE)).decode() != PROBE:
+            raise ValueError
+        return tokenizer
+    except Exception:  # of tiktoken's own kinds too
+        raise ValueError(
+            'its "tokens" must be base64, each once, all 256 bytes among them, and "pattern" a regex'
+        ) from None

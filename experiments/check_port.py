@@ -18,8 +18,10 @@ import importlib
 import itertools
 import re
 import sys
+import zipfile
 from collections import ChainMap
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +31,8 @@ import tyro
 from attention_numpy import LAYERS
 from config import need
 from experiments.mistakes import CONVENTIONS, mistakes
+
+MAX_BYTES = 1 << 32  # of a file's arrays
 
 
 @dataclass
@@ -46,6 +50,10 @@ class CheckPortConfig:
 def read(path):
     """{name: tensor} of a .npz or torch file. Raises ValueError with one sentence."""
     need(Path(path).is_file(), f"{path} is not a file")
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            size = sum(part.file_size for part in archive.infolist())
+        need(size <= MAX_BYTES, f"{path} unpacks to {size:,} bytes: a layer needs far fewer")
     try:
         with open(path, "rb") as file:
             entries = dict(np.load(file)) if path.endswith(".npz") else torch.load(file, "cpu", weights_only=True)
@@ -57,9 +65,11 @@ def read(path):
 def imported(name):
     module, _, attribute = name.partition(":")
     try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+        call = attrgetter(attribute)(importlib.import_module(module))
+    except Exception as error:  # the module's own too
         raise ValueError(f"callable={name!r} is not package.module:name of something importable ({error})") from None
+    need(callable(call) and not isinstance(call, type), f"callable={name!r} must be a function or a layer, not a class")
+    return call.eval() if isinstance(call, torch.nn.Module) else call  # no dropout
 
 
 def one_layer(entries, layer):
@@ -122,8 +132,11 @@ def port(cfg):
     if call:
         random = torch.randn(2, 16, w["q_proj.weight"].shape[-1], generator=torch.Generator().manual_seed(0))
         entries["x"] = entries.get("x", random).float()
-        with torch.no_grad():
-            y = call(entries["x"])
+        try:
+            with torch.no_grad():
+                y = call(entries["x"].clone())  # it may write into its input
+        except Exception as error:
+            raise ValueError(f"callable={cfg.callable!r} failed on x ({type(error).__name__}: {error})") from None
         need(isinstance(y, (torch.Tensor, np.ndarray)), f"the callable must return y alone, not a {type(y).__name__}")
         entries["y"] = torch.as_tensor(y)
     need("x" in entries and "y" in entries, f"{cfg.file} lacks the input x or the output y")
@@ -171,12 +184,14 @@ def where(right, y, w, heads, tolerance):
         wrong = np.flatnonzero(d > d.max() / 100)
         text += ", in all heads" if len(wrong) == heads else f", in heads {', '.join(map(str, wrong))} of {heads}"
     if t == 0:
-        return text + " (it sees itself alone, so not queries, keys or RoPE: look at values, norm, factor, merging)"
-    return text + " (the first is right, so values, norm, factor and merging are: look at queries, keys, RoPE, mask)"
+        return text + " (alone with itself: not queries, keys or RoPE; look at values, lambda, norm, factor, merging)"
+    # A token alone has (1 - lambda) V, and the norm takes the factor off: it tells lambda's sign and no more.
+    return text + " (the first is right: so are values, norm, factor, merging; look at lambda, q, k, RoPE, mask)"
 
 
 def check(cfg):
     """(whether the port is the paper's layer, the verdict and what else to know: sentences)."""
+    need(cfg.rope_theta > 0, f"rope_theta={cfg.rope_theta} must be greater than 0")
     x, y, w, depth = port(cfg)
     kind, n_head, n_kv_head = sizes(w, x.shape[2], cfg.n_head)
     need(depth >= 0 or kind == "diff_v2", "lambda_init depends on which layer it is: give --layer, counted from 0")

@@ -124,6 +124,10 @@ def second_unmasked(s, i, S1, S2, V1, V2):
     return s.softmax(S1, s.ahead) @ V1 + s.sign * s.lam(i) * (s.softmax(S2, EVERYTHING) @ V2)
 
 
+def first_unmasked(s, i, S1, S2, V1, V2):
+    return s.softmax(S1, EVERYTHING) @ V1 + s.sign * s.lam(i) * (s.softmax(S2, s.ahead) @ V2)
+
+
 def masked_after(s, S, ahead):
     return Diff.softmax(s, S, EVERYTHING) * np.tri(*S.shape, k=ahead)
 
@@ -139,6 +143,10 @@ def dot_products(s, i):
 
 def one_norm(s, Y):
     return Y / np.sqrt((Y**2).mean(axis=(0, 2), keepdims=True) + s.eps) * s.w["subln.weight"]
+
+
+def no_gain(s, Y):
+    return np.stack([rms_norm(head, np.ones(head.shape[1]), s.eps) for head in Y])
 
 
 def layer_norm(s, Y):
@@ -169,9 +177,11 @@ BOTH = {
     "the two maps are swapped": dict(mix=swapped),
     "the second map is added, not subtracted": dict(sign=1),
     "lambda is left out: A1 - A2": dict(lam=lambda s, i: 1.0),
+    "lambda is zero: the second map is not there": dict(lam=lambda s, i: 0.0),
     "softmax of the difference, not difference of softmaxes": dict(mix=softmax_of_difference),
     "softmax over queries, not keys": dict(axis=0),
     "no causal mask: tokens see the future": dict(ahead=EVERYTHING),
+    "no causal mask on the first map": dict(mix=first_unmasked),
     "no causal mask on the second map": dict(mix=second_unmasked),
     "the mask comes after the softmax": dict(softmax=masked_after),
     "the mask is off by one: tokens see the next one": dict(ahead=1),
@@ -185,7 +195,9 @@ DIFF = BOTH | {
     "one norm over all heads, not one for each": dict(norm=one_norm),
     "the head norm takes the mean off: LayerNorm, not RMSNorm": dict(norm=layer_norm),
     "the head norm has eps 1e-6, not 1e-5": dict(eps=1e-6),
+    "the head norm's gain is left out": dict(norm=no_gain),
     "the factor (1 - lambda_init) is missing": dict(factor=lambda s: 1.0),
+    "the factor is lambda_init, not (1 - lambda_init)": dict(factor=lambda s: s.lambda_init()),
     "the factor is (1 - lambda), not (1 - lambda_init)": dict(factor=lambda s: 1 - s.lam(0)),
     "lambda stays at lambda_init": dict(lam=lambda s, i: s.lambda_init()),
     "lambda is made of dot products without exp": dict(lam=dot_products),
@@ -193,6 +205,7 @@ DIFF = BOTH | {
     "lambda_init counts layers from 1, in lambda alone": dict(lam=lambda s, i: layer_lambda(s.w, s.layer) + late(s)),
     "lambda_init counts layers from 1, in the factor alone": dict(factor=lambda s: 1 - lambda_init(s.layer) - late(s)),
     "lambda_init is 0.8 in every layer": dict(lambda_init=lambda s: 0.8),
+    "queries are paired by halves, keys by neighbours": dict(queries=halves),
     "branches are the two halves of the query and key heads, not neighbours": dict(
         queries=halves, keys=key_halves, values=wide_values
     ),
@@ -206,6 +219,7 @@ V2 = BOTH | {
         queries=halves, keys=lambda s, i: (i // s.r, (s.heads + i) // s.r)
     ),
     "lambda has no sigmoid": dict(lam=DiffV2.logit),
+    "there is a head norm, as in version 1": dict(norm=no_gain),
 }
 # Only where queries share keys
 DIFF_GROUPED = {

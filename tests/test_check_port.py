@@ -7,13 +7,14 @@ import sys
 import numpy as np
 import pytest
 import torch
-from test_attention import CASES, LAYER, MISTAKES, H, make
+from test_attention import CASES, LAYER, MISTAKES, B, D, H, T, make
 
 from attention_numpy import LAYERS
 from experiments import check_port
 from experiments.check_port import CheckPortConfig, check
 from experiments.mistakes import mistakes
 
+C = H * D
 # What test_attention.py calls a mistake, and what must be in the verdict
 NAMES = {
     "branches are the two halves of the heads": "two halves of the query and key heads",
@@ -165,7 +166,8 @@ def test_what_nothing_explains_is_located(tmp_path):
     layer.finish = finish
     agrees, lines = check(CheckPortConfig(saved(tmp_path, layer, rope, x), layer=LAYER))
     assert (
-        not agrees and "no known mistake explains it: first at token 3, in heads 2 of 6 (the first is right" in lines[0]
+        not agrees
+        and "no known mistake explains it: first at token 3, in heads 2 of 6 (the first is right:" in lines[0]
     )
 
 
@@ -186,14 +188,14 @@ def test_what_an_input_cannot_show_is_said(tmp_path):
         (lambda e: e.pop("y"), {}, ["lacks the input x or the output y"]),
         (lambda e: e.pop("lambda_k2"), {}, ["lack lambda_k2"]),
         (lambda e: [e.pop(name) for name in list(e) if name not in "xy"], {}, ["official code's names"]),
-        (lambda e: e.update({"q_proj.bias": torch.zeros(120)}), {}, ["q_proj.bias"]),
+        (lambda e: e.update({"q_proj.bias": torch.zeros(C)}), {}, ["q_proj.bias"]),
         (lambda e: e.update(lambda_q1=torch.tensor(1.0)), {}, ["lambda_q1 has shape ()"]),
-        (lambda e: e.update({"k_proj.weight": torch.ones(50, 120), "v_proj.weight": torch.ones(50, 120)}), {}, ["50"]),
+        (lambda e: e.update({"k_proj.weight": torch.ones(50, C), "v_proj.weight": torch.ones(50, C)}), {}, ["50"]),
         (lambda e: e["v_proj.weight"].fill_(torch.nan), {}, ["v_proj.weight", "not finite"]),
-        (lambda e: e.update(y=e["y"][:, 1:]), {}, ["(3, 7, 120)", "(3, 6, 120)"]),
-        (lambda e: e.update(x=e["x"][..., :60], y=e["y"][..., :60]), {}, ["(120, 120)", "(60, 60)"]),
-        (lambda e: e.update({"q_proj.weight": e["q_proj.weight"][:60]}), {}, ["halved twice"]),
-        (lambda e: None, {"n_head": 6}, ["halved twice", "10 values", "heads of 20", "--n_head=12"]),
+        (lambda e: e.update(y=e["y"][:, 1:]), {}, [f"({B}, {T}, {C})", f"({B}, {T - 1}, {C})"]),
+        (lambda e: e.update(x=e["x"][..., : C // 2], y=e["y"][..., : C // 2]), {}, [f"({C}, {C})", f"({C // 2}, "]),
+        (lambda e: e.update({"q_proj.weight": e["q_proj.weight"][: H * D // 2]}), {}, ["halved twice"]),
+        (lambda e: None, {"n_head": 6}, ["halved twice", f"{D} values", f"heads of {2 * D}", "--n_head=12"]),
         (lambda e: None, {"n_head": 5}, ["n_head=5", "use 12"]),
         (lambda e: None, {"layer": -1}, ["--layer"]),
         (lambda e: e.update({"layers.3.q_proj.weight": torch.ones(2, 2)}), {}, ["layer=2", "layers, [-1, 3]"]),
@@ -231,6 +233,8 @@ def test_command_line_and_callables(tmp_path, monkeypatch, capsys):
         "    def forward(self, x):\n"
         "        return self.attn(x, model.rope_table(cfg, 0, x.shape[1], x))\n"
         "right, wrong, pair = Port(), lambda x: -right(x), lambda x: (right(x), None)\n"
+        "def writes(x): return x.copy_(right(x))\n"
+        "def fails(x): return x @ x\n"
     )
     code, out = run(monkeypatch, capsys, "--callable=my_port:right", "--layer=1", "--n-head=4")
     assert code == 0 and out.startswith("agrees"), out
@@ -238,6 +242,8 @@ def test_command_line_and_callables(tmp_path, monkeypatch, capsys):
 
     arrays = {name: p.numpy() for name, p in my_port.attention.state_dict().items()}
     np.savez("port.npz", **arrays)
+    code, out = run(monkeypatch, capsys, "port.npz", "--callable=my_port:writes", "--layer=1")
+    assert code == 0 and out.startswith("agrees"), out
     code, out = run(monkeypatch, capsys, "port.npz", "--callable=my_port:wrong", "--layer=1")
     assert code == 1 and out.startswith("differs"), out
     for args, part in (
@@ -245,6 +251,10 @@ def test_command_line_and_callables(tmp_path, monkeypatch, capsys):
         (["nope.npz"], "nope.npz is not a file"),
         (["--callable=my_port:nothing"], "nothing"),
         (["--callable=no_such_module:f"], "no_such_module"),
+        (["--callable=.my_port:right"], "not package.module:name"),
+        (["--callable=my_port:Port"], "not a class"),
+        (["port.npz", "--callable=my_port:fails", "--layer=1"], "failed on x (RuntimeError"),
+        (["port.npz", "--layer=1", "--rope_theta=0"], "rope_theta=0.0 must be greater than 0"),
         (["port.npz", "--layer=1"], "lacks the input x"),
         (["port.npz", "--layer=1", "--callable=my_port:pair"], "y alone, not a tuple"),
     ):
