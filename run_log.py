@@ -30,8 +30,12 @@ class Log:
 
     def __init__(self, run, step=None):
         self.lock, self.path = checkpoint.claim(run), Path(run) / "log.jsonl"
-        if step is None:  # once more, now that nobody else can begin here
-            checkpoint.must_be_free(run)
+        try:
+            if step is None:  # once more, now that nobody else can begin here
+                checkpoint.must_be_free(run)
+        except ValueError:
+            self.lock.close()
+            raise
         for rest in Path(run).glob("*.*.[0-9]*.new"):  # of a process that was killed while it wrote
             rest.unlink()
         if self.path.exists():

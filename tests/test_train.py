@@ -7,10 +7,12 @@ import errno
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
 import zipfile
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -268,7 +270,7 @@ def test_resumed_run_ends_in_the_same_bits(kind, tiny):
     assert straight["best_val_loss"] == halved["best_val_loss"]
 
 
-@pytest.mark.parametrize("sent, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("sent, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_signal_saves_and_resume_goes_on(sent, code, tiny, tmp_path):
     """C06 and report 16."""
     flags = ["--n_layer=1", "--n_head=2", "--n_embd=16", "--block_size=16", "--batch_size=2", "--warmup_iters=2",
@@ -282,7 +284,7 @@ def test_signal_saves_and_resume_goes_on(sent, code, tiny, tmp_path):
     process.send_signal(sent)
     out, err = process.communicate()
     assert process.returncode == code, err
-    assert "killed/ckpt.pt" in out and "--resume" in out
+    assert "killed/ckpt.pt" in out and "--resume" in out and "sample.py --latest" in out
     step = checkpoint.load("killed/ckpt.pt")["step"]
     assert step < 1000000
 
@@ -356,6 +358,42 @@ def test_a_second_run_never_overwrites_the_first(tiny):
     assert [train(tiny(max_iters=0))["out_dir"] for _ in range(2)] == ["runs/harbour-diff", "runs/harbour-diff-2"]
     with pytest.raises(ValueError, match="holds a run already: add --resume"):
         train(tiny(out_dir="runs/harbour-diff"))
+    Path("runs/harbour-diff/ckpt.pt").unlink()
+    with pytest.raises(ValueError, match="holds a run already: start from it with --init_from"):
+        train(tiny(out_dir="runs/harbour-diff"))
+
+
+def test_a_run_that_began_meanwhile_is_not_overwritten(tiny, monkeypatch):
+    """Two starts in one folder: the second looks once more when the folder is its own."""
+    load = data.load
+
+    def slow(*args):
+        monkeypatch.setattr(data, "load", load)
+        train(tiny(out_dir="run", max_iters=2))
+        return load(*args)
+
+    monkeypatch.setattr(data, "load", slow)
+    with pytest.raises(ValueError, match="run holds a run already"):
+        train(tiny(out_dir="run", max_iters=4))
+    assert checkpoint.load("run/ckpt.pt")["step"] == 2 and len(read_log("run")) > 1
+
+
+def test_files_of_others_are_left_alone(tiny):
+    Path("mine").mkdir()
+    for name, text in {"config.json": '{"model_type": "llama"}', "log.jsonl": "mine"}.items():
+        Path("mine", name).write_text(text)
+        with pytest.raises(ValueError, match="mine is not the folder of a run"):
+            train(tiny(out_dir="mine", max_iters=0))
+        assert Path("mine", name).read_text() == text
+        Path("mine", name).unlink()
+    Path("mine/thesis.new").write_text("mine")
+    train(tiny(out_dir="mine", max_iters=0))
+    assert Path("mine/thesis.new").exists()
+    Path("precious").write_text("mine")
+    Path("linked").mkdir()
+    Path("linked/lock").symlink_to("../precious")
+    train(tiny(out_dir="linked", max_iters=0))
+    assert Path("precious").read_text() == "mine"
 
 
 def test_a_folder_in_use_is_left_alone(tiny):
@@ -402,6 +440,7 @@ def test_writing_is_whole_or_not_at_all(tmp_path):
 @pytest.mark.skipif(os.name != "posix", reason="needs fork")
 def test_five_kills():
     done = run_script("-m", "tests.kills", "--kills=5", cwd=ROOT)  # 100: see its file
+    assert re.search(r"^while it writes +[1-9]", done.stdout, re.MULTILINE), done.stdout
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith("5 kills of ")
 
@@ -554,18 +593,110 @@ def test_a_scaler_skips_updates_but_not_for_ever(tiny, monkeypatch):
         train(tiny(out_dir="ever", max_iters=60, log_interval=1))  # 2^16 halved until it is below 1
 
 
-def test_a_lambda_out_of_range_is_named(tiny, monkeypatch):
+@pytest.mark.parametrize("qk, lam", [(200.0, "inf"), (70.0, "2.5"), (55.0, None)])
+def test_a_lambda_out_of_range_is_named(qk, lam, tiny, monkeypatch):
+    """Beyond 60, where it still is a number, too."""
+
     def far(gpt, seed):
         initialize(gpt, seed)
         for name, p in gpt.named_parameters():
             if "blocks.1.attn.lambda_q1" in name or "blocks.1.attn.lambda_k1" in name:
-                p.data.fill_(5.0)
+                p.data.fill_(math.sqrt(qk / len(p)))
 
     monkeypatch.setattr("model.initialize", far)
-    with pytest.raises(
-        FloatingPointError, match="the lambda of layer 1 is inf at update 0: the run is lost from there. "
-    ):
-        train(tiny(attention="diff"))
+    said = f"the lambda of layer 1 is {lam}.* at update 0: the run is lost"
+    with pytest.raises(FloatingPointError, match=said) if lam else nullcontext():
+        train(tiny(attention="diff", max_iters=0))
+
+
+@pytest.mark.parametrize("attention", ["standard", "diff"])
+@pytest.mark.parametrize("what", ["loss", "gradient norm"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_bad_update_is_named_wherever_it_is(attention, what, value, tiny, monkeypatch):
+    """Between two lines of the log too, where it is the loss alone, and where clipping would hide it."""
+    calls, forward, clip = {"loss": 0, "gradient norm": 0}, GPT.forward, torch.nn.utils.clip_grad_norm_
+
+    def bad(name):
+        calls[name] += 1
+        return value if name == what and calls[name] == 3 else 0.0
+
+    def planted(self, idx, targets=None):
+        logits, loss = forward(self, idx, targets)
+        return logits, loss + bad("loss") if self.training and targets is not None else loss
+
+    monkeypatch.setattr(GPT, "forward", planted)
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *a: clip(*a) + bad("gradient norm"))
+    with pytest.raises(FloatingPointError, match=f"the {what} is {value} at update 3: .*run/best.pt.*--init_from"):
+        train(tiny(out_dir="run", attention=attention, max_iters=12, log_interval=5, eval_interval=100))
+
+
+FOREIGN = {
+    "no optimizer": lambda s: s.update(optimizer={}),
+    "small moments": lambda s: s["optimizer"]["state"][0].update(exp_avg=torch.zeros(3)),
+    "other moments": lambda s: s["optimizer"]["state"][0].update(exp_avg_sq=torch.zeros(7)),
+    "fewer moments": lambda s: s["optimizer"]["state"].pop(0),
+    "no scaler": lambda s: s.pop("scaler"),
+    "no batch size": lambda s: s["train_config"].pop("batch_size"),
+    "no characters": lambda s: s["tokenizer"].pop("chars"),
+    "fewer characters": lambda s: s["tokenizer"].update(chars="ab"),
+    "step": lambda s: s.update(step="x"),
+    "negative step": lambda s: s.update(step=-5),
+    "best": lambda s: s.update(best_val_loss="x"),
+    "window": lambda s: s["model_config"].update(block_size="x"),
+    "rope": lambda s: s["model_config"].update(rope_theta=-1.0),
+    "layers": lambda s: s["model_config"].update(n_layer=2**40),
+    "width": lambda s: s["model_config"].update(n_embd=2**20),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_foreign_checkpoint_is_refused_in_a_sentence(name, tiny):
+    """And nothing is written beyond a tensor, or built that is as large as it claims to be."""
+    train(tiny(out_dir="run", max_iters=2))
+    state = checkpoint.load("run/ckpt.pt")
+    FOREIGN[name](state)
+    checkpoint.save("run/ckpt.pt", **state)
+    with pytest.raises(ValueError, match="is not a checkpoint of this project|does not fit its weights"):
+        train(tiny(out_dir="run", max_iters=4, resume=True))
+
+
+def test_a_checkpoint_that_may_not_be_read_is_not_called_foreign(tmp_path, monkeypatch):
+    def forbidden(*_):
+        raise PermissionError(errno.EACCES, "Permission denied", "ckpt.pt")
+
+    (tmp_path / "ckpt.pt").touch()
+    monkeypatch.setattr(checkpoint.zipfile, "ZipFile", forbidden)
+    with pytest.raises(PermissionError):
+        checkpoint.load(tmp_path / "ckpt.pt")
+
+
+def test_another_text_is_not_gone_on_with(tiny, text_file, tmp_path):
+    cfg = tiny(out_dir="run", max_iters=2)
+    train(cfg)
+    turned = tmp_path / "turned.txt"
+    turned.write_text(text_file.read_text()[::-1])
+    state = checkpoint.load("run/ckpt.pt")
+    with pytest.raises(ValueError, match="is not the text that this run began with"):
+        state["train_config"]["dataset"] = str(turned)
+        checkpoint.save("run/ckpt.pt", **state)
+        train(replace(cfg, dataset=str(turned), resume=True, max_iters=4))
+    assert train(replace(cfg, dataset=str(turned), eval_only=True))["val_loss"]  # that may be asked
+
+
+@pytest.mark.parametrize("rest", [b"\0\0\0\n", b"\xff\xfe\n", b"3\n", b'{"step": 1, "lo\n'])
+def test_a_damaged_log_does_not_end_a_run(rest, tiny):
+    train(tiny(out_dir="run", max_iters=4))
+    whole = Path("run/log.jsonl").read_bytes()
+    Path("run/log.jsonl").write_bytes(whole + rest + whole)
+    assert len(read_log("run")) == whole.count(b"\n")
+    assert train(tiny(out_dir="run", max_iters=6, resume=True))["steps"] == 6
+
+
+def test_grad_checkpoint_is_the_flag_that_computes_again(tiny, monkeypatch):
+    asked, again = [], training.cost.compute_again
+    monkeypatch.setattr(training.cost, "compute_again", lambda model: asked.append(model) or again(model))
+    losses = [train(tiny(max_iters=3, grad_checkpoint=flag))["val_loss"] for flag in (False, True)]
+    assert len(asked) == 1 and losses[0] == losses[1]
 
 
 @pytest.mark.parametrize(
