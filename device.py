@@ -68,7 +68,7 @@ def compiled(model, batch, autocast, mode):
 
 def made_with(device):
     """What a number depends on besides the settings: a dict of versions, the device's name and this code's commit."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
     try:
         commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):  # no git, or no checkout

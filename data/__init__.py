@@ -66,7 +66,12 @@ class Dataset:
             )
         if not self.meta.get("lines"):
             return [range(max(0, count - block_size)) for count in counts]
-        return [np.flatnonzero(self.tokens(split)[: counts[0] - block_size] == self.tokenizer.encode("\n")[0])]
+        starts = np.flatnonzero(self.tokens(split)[: counts[0] - block_size] == self.tokenizer.encode("\n")[0])
+        if not len(starts):
+            raise ValueError(
+                f"the {split} split has no newline that {block_size} tokens follow: its meta.json has lines"
+            )
+        return [starts]
 
     def windows(self, split, starts, chosen, block_size):
         """The windows of these numbers, counted through the starts of all files: (n, block_size + 1) int64."""
@@ -107,6 +112,8 @@ class Dataset:
         text = self.tokenizer.decode_bytes(self.tokens("val")).decode()
         lines = text.splitlines(keepends=True)[:count]
         rows = [self.tokenizer.encode("\n" + line) for line in lines]
+        if not rows:
+            raise ValueError("the val split is empty: it needs a line")
         width = max(map(len, rows)) - 1
         if width > block_size:
             raise ValueError(f"block_size={block_size} is too short for the longest story: use --block_size={width}")

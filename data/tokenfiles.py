@@ -58,13 +58,13 @@ def describe(folder, tokenizer="auto"):
     way_out = f"use the text itself, --dataset={text}, or write its characters to {path}, as in {example}"
     if path.exists():
         try:
-            meta = {"tokenizer": json.loads(path.read_text(encoding="utf-8"))["tokenizer"]}
+            found = json.loads(path.read_text(encoding="utf-8"))
+            meta = {"tokenizer": found["tokenizer"], "lines": found.get("lines") is True}
             tokenizers.from_dict(meta["tokenizer"])
             kind = meta["tokenizer"]["kind"]
-        except (LookupError, TypeError, RecursionError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise ValueError(f"{path} does not describe a tokenizer ({type(error).__name__}): {way_out}") from None
-        except ValueError as error:
-            raise ValueError(f"{path} does not describe a tokenizer ({error}): {way_out}") from None
+        except (LookupError, TypeError, AttributeError, RecursionError, ValueError) as error:
+            why = type(error).__name__ if type(error) is not ValueError else error  # the last is ours, a sentence
+            raise ValueError(f"{path} does not describe a tokenizer ({why}): {way_out}") from None
     elif tokenizer == "auto" and (folder / "meta.pkl").exists():
         raise ValueError(f"{folder / 'meta.pkl'} is a pickle, which could run code, and is never read: {way_out}")
     own = tokenizers.from_dict(meta["tokenizer"])

@@ -28,7 +28,7 @@ RUNS = checkpoint.RUNS / "experiments"
 
 ROOT = Path(__file__).parent.parent
 # What a run's numbers come from, as it was imported: a file that changes meanwhile is another run's.
-NAMES = [*(f"{name}.py" for name in "model linear initial blocks train evaluate run_log".split()), "data/*.py"]
+NAMES = "model.py linear.py initial.py blocks.py train.py evaluate.py health.py device.py run_log.py data/*.py".split()
 NAMED = [path for name in NAMES for path in sorted(ROOT.glob(name))]
 CODE = {path: path.read_bytes() for path in NAMED}
 
@@ -65,8 +65,9 @@ def fingerprint(cfg):
     text = Path(cfg.dataset)
     if text.is_file():
         digest.update(text.read_bytes())
-    for path in sorted(text.glob("*.bin")):
-        digest.update(f"{path.name} {path.stat().st_size}".encode())
+    for path in sorted([*text.glob("*.bin"), *text.glob("meta.json")]):
+        ids = path.read_bytes() if path.stat().st_size < 1 << 20 else np.memmap(path, mode="r")[:: 1 << 10].tobytes()
+        digest.update(f"{path.name} {path.stat().st_size}".encode() + ids)  # of a large file every 1,024th byte
     return f"{text.stem}-{cfg.attention}-{digest.hexdigest()[:12]}"
 
 

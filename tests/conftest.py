@@ -1,5 +1,7 @@
 """Shared by the tests: a small text, and the settings of a run that takes a second."""
 
+import random
+
 import matplotlib
 import pytest
 import torch
@@ -13,6 +15,16 @@ from config import TrainConfig  # noqa: E402
 settings.register_profile("suite", deadline=None, derandomize=True, max_examples=60)
 settings.register_profile("long", deadline=None, max_examples=2000, print_blob=True)
 settings.load_profile("suite")  # --hypothesis-profile=long chooses the other
+
+
+def pytest_addoption(parser):
+    parser.addoption("--shuffle", type=int, help="run the tests in another order, each number another one")
+
+
+def pytest_collection_modifyitems(config, items):
+    if (seed := config.getoption("--shuffle")) is not None:
+        random.Random(seed).shuffle(items)
+
 
 WORDS = "the ship that left the harbour at dawn came back before the evening bell had rung twice over".split()
 

@@ -4,6 +4,7 @@ pytest tests/test_fuzz.py                             # a few hundred examples, 
 pytest tests/test_fuzz.py --hypothesis-profile=long   # over ten thousand, new ones each time; the profiles: conftest.py
 """
 
+import base64
 import contextlib
 import io
 import json
@@ -25,6 +26,7 @@ import data
 import sample
 import train as training
 from config import TrainConfig
+from data import tokenizers
 from train import train
 
 ROOT = Path(__file__).parent.parent
@@ -253,3 +255,50 @@ def test_prompts(numbers, start, raw):
     prompt = text.removeprefix("\ufeff").replace("\r\n", "\n")
     assert out.buffer.getvalue().decode().split("\n", 1)[1].startswith(prompt)
     assert cfg.out_dir == "bpe" or set(prompt) <= set(checkpoint.load("char/ckpt.pt")["tokenizer"]["chars"])
+
+
+# --- Folders of token files and their vocabularies -------------------------------------------
+
+CHARS = st.text("abc \n", max_size=6) | st.text(CHARACTERS, max_size=4)
+WORDS = st.lists(st.binary(max_size=3).map(lambda raw: base64.b64encode(raw).decode()), max_size=3)
+BYTES = [base64.b64encode(bytes([b])).decode() for b in range(256)]
+VOCABULARIES = st.one_of(
+    st.fixed_dictionaries({"kind": st.just("char"), "chars": CHARS | CHARS.map(lambda c: "".join(sorted(set(c))))}),
+    st.fixed_dictionaries({
+        "kind": st.just("bpe"), "tokens": WORDS | WORDS.map(BYTES.__add__),
+        "pattern": st.sampled_from([tokenizers.PATTERN, ".", "(", "x", "[^x]+|x"]),
+    }),
+    st.dictionaries(st.sampled_from(["kind", "chars", "tokens", "pattern"]), JSON | st.just("bpe"), max_size=3),
+)  # fmt: skip
+WHOLE = st.sampled_from([
+    {"kind": "char", "chars": "\n abc"}, {"kind": "bpe", "tokens": [*BYTES, "YWI="], "pattern": tokenizers.PATTERN},
+])  # fmt: skip
+DESCRIBED = WHOLE | VOCABULARIES | JSON
+METAS = DESCRIBED.map(lambda d: json.dumps({"tokenizer": d, "lines": bool(d)}).encode()) | st.binary(max_size=9)
+ids = lambda most, **how: st.lists(st.integers(0, most), **how).map(lambda ids: np.array(ids, np.uint16).tobytes())  # noqa: E731
+IDS, SMALL = ids(300, max_size=60), ids(4, min_size=4, max_size=20)
+HEADS = st.tuples(st.sampled_from([20240520, 0]), st.integers(-1, 2), st.integers(-1, 70))
+SHARDS = st.tuples(HEADS, IDS).map(lambda pair: np.int32(pair[0]).tobytes().ljust(1024) + pair[1])
+FILES_OF_IDS = SMALL | SMALL | SMALL | IDS | SHARDS | st.binary(max_size=60)
+
+
+@given(METAS, FILES_OF_IDS, FILES_OF_IDS, st.sampled_from(["train.bin", "x_train_000.bin"]))
+def test_token_files_and_vocabularies(meta, train, val, name):
+    """What they hold comes back as it is, or a sentence says what is wrong with them."""
+    shutil.rmtree("folder", ignore_errors=True)
+    Path("folder").mkdir()
+    for file, raw in {"meta.json": meta, name: train, name.replace("train", "val"): val}.items():
+        Path("folder", file).write_bytes(raw)
+    try:
+        dataset = data.load("folder")
+        x, y = dataset.batch(step=0, batch_size=2, block_size=3, seed=0)
+        dataset.val_windows(2, 60)
+    except ERRORS as error:
+        return sentence(error)
+    ids = dataset.tokens("train")
+    assert ids.tobytes() == (train[1024:] if dataset.files["train"][0][1] else train)
+    assert (x[:, 1:] == y[:, :-1]).all() and y.max() < dataset.tokenizer.vocab_size
+    text = dataset.tokenizer.decode_bytes(x[0].tolist())
+    entries = json.loads(meta)["tokenizer"]
+    parts = entries["chars"] if entries["kind"] == "char" else [base64.b64decode(token) for token in entries["tokens"]]
+    assert text == b"".join(p.encode() if isinstance(p, str) else p for p in (parts[i] for i in x[0]))
