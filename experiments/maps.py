@@ -69,8 +69,8 @@ def picture(numbers, path):
         ax.set_xticks(range(len(tokens)), tokens, fontsize=size, rotation=90)
         ax.set_yticks(range(len(tokens)), tokens, fontsize=size)
         ax.tick_params(length=0, pad=1)
-        j = np.abs(A[-1]).argmax()
-        note = f"the last token's strongest weight: {A[-1, j]:+.2f} on {tokens[j]!r}"
+        j = A[-1].argmax()
+        note = f"the last token's largest weight: {A[-1, j]:+.2f} on {tokens[j]!r}"
         ax.annotate(
             note,
             (j, len(A) - 1),
