@@ -6,6 +6,7 @@ DiffLlama is somebody else's implementation of the paper: where it agrees with `
 import json
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -103,7 +104,8 @@ def test_there_and_back(kind, shape, runs, text_file, capsys):
 
     export(ExportConfig(there, from_="transformers", out=back))
     again, same_tokenizer = opened(back)
-    assert again.cfg == ours.cfg and same_tokenizer.to_dict() == tokenizer.to_dict()
+    assert replace(again.cfg, emb_std=ours.cfg.emb_std) == ours.cfg  # theirs do not know how ours began
+    assert same_tokenizer.to_dict() == tokenizer.to_dict()
     assert_same(again, theirs, windows)
     how = {name: value for name, value in checkpoint.read_config(back).items() if name != "dataset"}
     loss = train(TrainConfig(**how | dict(dataset=str(text_file), out_dir=back, eval_only=True, eval_windows=4)))[
