@@ -37,8 +37,8 @@ class TrainConfig:
     tie_embeddings: bool = True  # input and output embedding are one matrix
 
     # the text
-    # stories, shakespeare, tinyshakespeare, tinystories, openwebtext, fineweb, or the path of a UTF-8 file or of a
-    # folder of token files
+    # stories, shakespeare, tinyshakespeare, tinystories, openwebtext, fineweb, fineweb-edu, or the path of a UTF-8 file
+    # or of a folder of token files
     dataset: str = "stories"
     # char, bpe (byte pairs learned from the text) or gpt2; auto is the dataset's own, or char
     tokenizer: str = "auto"
@@ -141,10 +141,10 @@ PRESETS = {
         warmup_iters=100, eval_interval=500, eval_windows=400,
     ),
     # the smallest GPT-2, 124 M parameters, with the settings of the GPT-3 paper for that size (arXiv 2005.14165, table
-    # 2.1 and appendix B): 0.5 M tokens an update, a warm-up of 375 M, 10 B in all, which is eleven times through
-    # `fineweb`; not tried here. With N processes, give each --gradient_accumulation_steps=32 / N.
+    # 2.1 and appendix B): 0.5 M tokens an update, a warm-up of 375 M, then once through 10 B; not tried here.
+    # With N processes, give each --gradient_accumulation_steps=32 / N.
     "gpt2": dict(
-        dataset="fineweb", tokenizer="gpt2", n_layer=12, n_head=12, n_embd=768, block_size=1024, init_std=0.036,
+        dataset="fineweb-edu", tokenizer="gpt2", n_layer=12, n_head=12, n_embd=768, block_size=1024, init_std=0.036,
         emb_std=0.036, batch_size=16, gradient_accumulation_steps=32, max_iters=19073, learning_rate=6e-4, min_lr=6e-5,
         lr_schedule="cosine", warmup_iters=715, beta2=0.95, eval_interval=500, eval_windows=400,
     ),

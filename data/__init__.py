@@ -148,8 +148,9 @@ def load(name, tokenizer="auto", bpe_vocab_size=1024, difficulty=None, cache=Non
         difficulty.check()
         key = f"stories-{_hash(json.dumps(asdict(difficulty)), stories.__file__)}"
         return _open(cache / key, lambda: _prepare_stories(difficulty))
-    if name == "fineweb" or name and name not in corpora.SOURCES and Path(name).is_dir():
-        folder = corpora.fetch(name, cache) if name == "fineweb" else Path(name)
+    shards = name in ("fineweb", "fineweb-edu")
+    if shards or name and name not in corpora.SOURCES and Path(name).is_dir():
+        folder = corpora.fetch(name, cache) if shards else Path(name)
         return Dataset(folder, *tokenfiles.describe(folder, tokenizer))
     two_texts = name in ("tinystories", "openwebtext")  # one to train, one to validate
     if tokenizer == "auto":

@@ -4,9 +4,10 @@
     folder = fetch("tinystories", "data/cache")
 
 A download goes to NAME.part and goes on where an earlier one stopped. A file is used if its sha256 is the one below, so
-everybody trains on the same bytes. The texts are not this project's: tinyshakespeare comes from A. Karpathy's char-rnn,
-tinystories from R. Eldan and Y. Li (CDLA-Sharing-1.0), openwebtext from A. Gokaslan and V. Cohen (CC0), fineweb from
-Hugging Face (ODC-By 1.0), its ids from K. Jordan.
+everybody trains on the same bytes (but for fineweb-edu, whose sums are not known here). The texts are not this
+project's: tinyshakespeare comes from A. Karpathy's char-rnn, tinystories from R. Eldan and Y. Li (CDLA-Sharing-1.0),
+openwebtext from A. Gokaslan and V. Cohen (CC0), fineweb and fineweb-edu from Hugging Face (ODC-By 1.0), their ids from
+K. Jordan.
 """
 
 import hashlib
@@ -29,6 +30,7 @@ LAST_WORD_END = re.compile(r".*\S(?=[ \n])", re.DOTALL)  # no pattern of ours or
 HUB = "https://huggingface.co/datasets"
 TINYSTORIES = f"{HUB}/roneneldan/TinyStories/resolve/f54c09fd23315a6f9c86f9dc80f725de7d8f9c64/TinyStoriesV2-GPT4"
 FINEWEB = f"{HUB}/kjj0/fineweb10B-gpt2/resolve/889765ea1f903759787add96995d81171b632d0c"
+FINEWEB_EDU = f"{HUB}/kjj0/finewebedu10B-gpt2/resolve/main"
 FINEWEB_SHA256 = """5b95c8e0966f0861685b307b23dc5ae42b228ef74b28cb499784ae021f201640
 771fa4a99b9fe0946ffb6e848b4ba5c6a9b0fe87860ebf03bc2c1c7e45f8178e
 d4ba8d2d740905a836a4222d2aff01750560e7d49a51a745a1b3235520aec2cd
@@ -61,6 +63,10 @@ SOURCES = {
     "fineweb": {  # 2 GB: 100 million ids of GPT-2 to validate, 9 times as many to train
         (file := f"fineweb_{'train' if i else 'val'}_{i:06d}.bin"): (f"{FINEWEB}/{file}", digest)
         for i, digest in enumerate(FINEWEB_SHA256)
+    },
+    "fineweb-edu": {  # 20 GB: 10 billion ids of GPT-2, 100 million of them to validate
+        (file := f"finewebedu_{'train' if i else 'val'}_{i:06d}.bin"): (f"{FINEWEB_EDU}/{file}", None)
+        for i in range(100)
     },
 }
 
@@ -139,6 +145,8 @@ def fetch(name, folder):
         path = folder / part
         if not path.exists():
             download(url, path)
+        if sha256 is None:  # tokenfiles compares such a file's size with the number of ids that it begins with
+            continue
         digest = hashlib.sha256()
         with open(path, "rb") as file, progress(f"checking {path.name}", os.path.getsize(path)) as bar:
             while chunk := file.read(CHUNK):

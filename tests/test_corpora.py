@@ -455,7 +455,9 @@ def archive(files):
 
 
 def test_every_corpus_is_pinned():
-    files = [source for files in corpora.SOURCES.values() for source in files.values()]
+    files = [source for name, files in corpora.SOURCES.items() for source in files.values() if name != "fineweb-edu"]
+    edu = corpora.SOURCES["fineweb-edu"]
+    assert len(edu) == 100 and all(url.endswith(f"/{file}") and sha256 is None for file, (url, sha256) in edu.items())
     assert len({sha256 for _, sha256 in files}) == len({url for url, _ in files}) == len(files) == 14
     assert all(url.startswith("https://") and re.fullmatch("[0-9a-f]{64}", sha256) for url, sha256 in files)
 
@@ -497,6 +499,24 @@ def test_corpora_by_name(publish, tmp_path):
         assert dataset.tokens("val").tolist() == told[0] and dataset.tokens("train").tolist() == sum(told[1:], [])
     with pytest.raises(ValueError, match="use --tokenizer=auto"):
         data.load("fineweb", tokenizer="char")
+
+
+def test_a_corpus_without_sums_is_whole_or_named(publish, tmp_path, monkeypatch):
+    """Its files say how many ids they have."""
+    bodies, names = {}, list(corpora.SOURCES["fineweb-edu"])[:3]
+    for name in names:
+        shard(tmp_path / "made" / name, [EOT, *range(1000, 1050)])
+        bodies[name] = (tmp_path / "made" / name).read_bytes()
+    publish("fineweb-edu", bodies)
+    monkeypatch.setitem(
+        corpora.SOURCES, "fineweb-edu", {n: (url, None) for n, (url, _) in corpora.SOURCES["fineweb-edu"].items()}
+    )
+    dataset = data.load("fineweb-edu")
+    assert [len(dataset.files[split]) for split in ("train", "val")] == [2, 1]
+    assert dataset.batch(0, 4, 50, 0)[0].tolist() == [[EOT, *range(1000, 1049)]] * 4
+    (dataset.folder / names[1]).write_bytes(bodies[names[1]][:-2])
+    with pytest.raises(ValueError, match=f"{names[1]} is damaged: its 51 ids need"):
+        data.load("fineweb-edu")
 
 
 BODY = np.random.default_rng(0).bytes(300_000)
