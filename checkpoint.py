@@ -72,19 +72,21 @@ def load(path):
 
 def check(state):
     """Raises an exception, of whatever kind, if this is not what `save` is given. Nothing large is built for that."""
-    cfg, tokenizer = GPTConfig(**state["model_config"]), state["tokenizer"]
-    for f in fields(GPTConfig):
-        value, kinds = getattr(cfg, f.name), (int, float) if f.type is float else f.type
-        assert isinstance(value, kinds), (f.name, value)
-    assert 1 <= cfg.n_layer <= len(state["model"]) and cfg.block_size >= 1 and cfg.rope_theta > 0
+    cfg, tokenizer, settings = GPTConfig(**state["model_config"]), state["tokenizer"], state["train_config"]
+    entries = {"char": "chars", "bpe": "tokens"}.get(tokenizer["kind"])
+    whole = (
+        all(isinstance(getattr(cfg, f.name), (int, float) if f.type is float else f.type) for f in fields(GPTConfig)),
+        1 <= cfg.n_layer <= len(state["model"]) and cfg.block_size >= 1 and cfg.rope_theta > 0,
+        entries is None or len(tokenizer[entries]) == cfg.vocab_size,
+        type(state["step"]) is int and state["step"] >= 0 and type(state["best_val_loss"]) is float,
+        {"dataset", "max_iters", "batch_size", "gradient_accumulation_steps"} <= set(settings),
+    )
+    if not all(whole):
+        raise ValueError(whole)
     if cfg.attention in ATTENTIONS:
         with torch.device("meta"):
             # A copy: assign=True would stay in the metadata of the one that is loaded later, and untie its embeddings.
             GPT(cfg).load_state_dict(dict(state["model"]), assign=True)
-    entries = {"char": "chars", "bpe": "tokens"}.get(tokenizer["kind"])
-    assert entries is None or len(tokenizer[entries]) == cfg.vocab_size
-    assert type(state["step"]) is int and state["step"] >= 0 and type(state["best_val_loss"]) is float
-    assert {"dataset", "batch_size", "gradient_accumulation_steps"} <= set(state["train_config"])
 
 
 def restore(state, optimizer, scaler):
@@ -92,10 +94,12 @@ def restore(state, optimizer, scaler):
     would write beyond moments that are too small."""
     try:
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        moments = [state["optimizer"]["state"][i] for i in range(len(params))] if state["step"] else []
-        for p, moment in zip(params, moments):
-            shapes = {moment[name].shape for name in ("exp_avg", "exp_avg_sq")}
-            assert shapes == {p.shape} and moment["step"].numel() == 1, shapes
+        moments = state["optimizer"]["state"] if state["step"] else {}
+        shapes = [
+            tuple(moments[i][name].shape for name in ("exp_avg", "exp_avg_sq", "step")) for i in range(len(moments))
+        ]
+        if state["step"] and shapes != [(p.shape, p.shape, ()) for p in params]:
+            raise ValueError(shapes)
         optimizer.load_state_dict(state["optimizer"])
         scaler.load_state_dict(state["scaler"])
     except Exception as error:  # whatever a damaged or foreign state provokes
@@ -148,10 +152,8 @@ def read_config(run, kind=dict):
 
 def must_be_free(run):
     """Raises ValueError with one sentence if a folder holds what a new run there would replace."""
-    for name, way_out in {
-        "ckpt.pt": "add --resume to go on with it",
-        "best.pt": "start from it with --init_from",
-    }.items():
+    ways_out = {"ckpt.pt": "add --resume to go on with it", "best.pt": "start from it with --init_from"}
+    for name, way_out in ways_out.items():
         if (Path(run) / name).exists():
             raise ValueError(f"{run} holds a run already: {way_out}, or choose another --out_dir")
 

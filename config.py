@@ -86,7 +86,8 @@ class TrainConfig:
         return replace(self, emb_std=self.emb_std or (0.5 if self.dataset == "stories" else 0.1))
 
     def model_config(self, vocab_size=GPTConfig.vocab_size):
-        own = {f.name: getattr(self.resolved(), f.name) for f in fields(GPTConfig) if f.name != "vocab_size"}
+        whole = self.resolved()
+        own = {f.name: getattr(whole, f.name) for f in fields(GPTConfig) if f.name != "vocab_size"}
         return GPTConfig(vocab_size=vocab_size, **own)
 
     def difficulty(self):

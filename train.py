@@ -71,9 +71,7 @@ def starting_point(cfg, processes):
     if cfg.out_dir and not goes_on:
         checkpoint.must_be_free(cfg.out_dir)
         if any((Path(cfg.out_dir) / name).exists() for name in ("config.json", "log.jsonl")):
-            checkpoint.read_config(
-                cfg.out_dir, TrainConfig
-            )  # of a run that ended before it saved, not another program's
+            checkpoint.read_config(cfg.out_dir, TrainConfig)  # else they are another program's
     if cfg.resume:
         need("optimizer" in state, f"{cfg.out_dir}/ckpt.pt has weights alone, as best.pt has: use --init_from")
         old = state["train_config"]
@@ -342,9 +340,7 @@ def main():
         if "interrupted" in result:
             run = result["out_dir"]
             print(f"stopped by signal {result['interrupted']}, saved update {result['steps']} in {run}/ckpt.pt")
-            print(
-                f"go on: python train.py --resume --out_dir={run}; sample it: python sample.py --latest --out_dir={run}"
-            )
+            print(f"go on: python train.py --resume --out_dir={run}; or: python sample.py --latest --out_dir={run}")
             sys.exit(128 + result["interrupted"])
 
 

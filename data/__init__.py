@@ -68,9 +68,7 @@ class Dataset:
             return [range(max(0, count - block_size)) for count in counts]
         starts = np.flatnonzero(self.tokens(split)[: counts[0] - block_size] == self.tokenizer.encode("\n")[0])
         if not len(starts):
-            raise ValueError(
-                f"the {split} split has no newline that {block_size} tokens follow: its meta.json has lines"
-            )
+            raise ValueError(f"the {split} split, of lines, has none that {block_size} tokens follow: use another text")
         return [starts]
 
     def windows(self, split, starts, chosen, block_size):
