@@ -14,11 +14,11 @@ and renamed when it is whole, so that a kill at any moment leaves the previous o
 import json
 import os
 import zipfile
-from dataclasses import fields
 from pathlib import Path
 
 import torch
 
+import foreign
 from model import ATTENTIONS, GPT, GPTConfig
 
 RUNS = Path("runs")  # where runs go whose folder nobody named
@@ -56,7 +56,7 @@ def load(path):
             if archive.testzip() or any(part.external_attr for part in archive.infolist()):
                 raise zipfile.BadZipFile
         state = torch.load(path, map_location="cpu", weights_only=True)
-        check(state)
+        foreign.check(state)
         kind = state["model_config"]["attention"]
         finite = all(w.isfinite().all() for w in state["model"].values())
     except PermissionError:
@@ -68,44 +68,6 @@ def load(path):
     if not finite:
         raise ValueError(f"{path} has weights that are not finite: its run diverged")
     return state
-
-
-def check(state):
-    """Raises an exception, of whatever kind, if this is not what `save` is given. Nothing large is built for that."""
-    cfg, tokenizer, settings = GPTConfig(**state["model_config"]), state["tokenizer"], state["train_config"]
-    entries = {"char": "chars", "bpe": "tokens"}.get(tokenizer["kind"])
-    whole = (
-        all(isinstance(getattr(cfg, f.name), (int, float) if f.type is float else f.type) for f in fields(GPTConfig)),
-        1 <= cfg.n_layer <= len(state["model"]) and cfg.block_size >= 1 and cfg.rope_theta > 0,
-        entries is None or len(tokenizer[entries]) == cfg.vocab_size,
-        type(state["step"]) is int and state["step"] >= 0 and type(state["best_val_loss"]) is float,
-        {"dataset", "max_iters", "batch_size", "gradient_accumulation_steps"} <= set(settings),
-    )
-    if not all(whole):
-        raise ValueError(whole)
-    if cfg.attention in ATTENTIONS:
-        with torch.device("meta"):
-            # A copy: assign=True would stay in the metadata of the one that is loaded later, and untie its embeddings.
-            GPT(cfg).load_state_dict(dict(state["model"]), assign=True)
-
-
-def restore(state, optimizer, scaler):
-    """Puts what a checkpoint holds of them back. Raises ValueError with one sentence if it does not fit: a fused AdamW
-    would write beyond moments that are too small."""
-    try:
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        moments = state["optimizer"]["state"] if state["step"] else {}
-        shapes = [
-            tuple(moments[i][name].shape for name in ("exp_avg", "exp_avg_sq", "step")) for i in range(len(moments))
-        ]
-        if state["step"] and shapes != [(p.shape, p.shape, ()) for p in params]:
-            raise ValueError(shapes)
-        optimizer.load_state_dict(state["optimizer"])
-        scaler.load_state_dict(state["scaler"])
-    except Exception as error:  # whatever a damaged or foreign state provokes
-        raise ValueError(
-            f"the optimizer in ckpt.pt does not fit its weights ({type(error).__name__}): start anew with --init_from"
-        ) from None
 
 
 def find(run, prefer=("best.pt", "ckpt.pt")):

@@ -24,6 +24,7 @@ from tqdm import tqdm
 import checkpoint
 import cost
 import data
+import foreign
 from config import MAY_CHANGE, PRESETS, TrainConfig, need
 from device import PEAK_FLOPS, compiled, made_with, precision
 from distributed import ALONE, StopOnSignal, gone, join
@@ -152,7 +153,7 @@ def train(cfg, team=ALONE):
     optimizer, scaler = make_optimizer(model, cfg), torch.amp.GradScaler(device.type, enabled=use_scaler)
     step, best = 0, math.inf
     if cfg.resume:
-        checkpoint.restore(state, optimizer, scaler)
+        foreign.restore(state, optimizer, scaler)
         step, best, old_end = state["step"], state["best_val_loss"], state["train_config"]["max_iters"]
         best_path = Path(cfg.out_dir) / "best.pt"
         if best_path.exists():  # may know more: ckpt.pt is saved before its evaluation

@@ -37,6 +37,8 @@ def find(folder, split):
             raise ValueError(f"{path} is damaged: its {count:,} ids need {offset + 2 * count:,} bytes, it has {size:,}")
         if size % 2:
             raise ValueError(f"{path} has an odd number of bytes, {size:,}: it is damaged, or its ids are not uint16")
+        if size == offset:
+            raise ValueError(f"{path} holds no ids: remove it, or put some into it")
         found.append((path, offset, (size - offset) // 2))
     if not found:
         raise ValueError(f"{folder} has neither a {split}.bin (nanoGPT's) nor a file like x_{split}_000.bin (llm.c's)")
