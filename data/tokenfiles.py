@@ -46,9 +46,9 @@ def find(folder, split):
 
 
 def largest_id(files):
-    """The largest id in all of the files, -1 if there is none."""
+    """The largest id in all of the files."""
     starts = ((path, at) for path, offset, n in files for at in range(offset, offset + 2 * n, 2 * CHUNK))
-    return max((int(np.fromfile(path, np.uint16, CHUNK, offset=at).max()) for path, at in starts), default=-1)
+    return max((int(np.fromfile(path, np.uint16, CHUNK, offset=at).max()) for path, at in starts))
 
 
 def describe(folder, tokenizer="auto"):
