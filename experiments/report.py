@@ -190,10 +190,8 @@ def wrong(name):
 
 def tables():
     """{name: rows} of what the terminal and the README show; claims whose result is missing, or not right, say so."""
-    rows, faults = (
-        [["claim", "published", "here", "seeds", "verdict", "command", "minutes"]],
-        {n: wrong(n) for n in NEEDED},
-    )
+    rows = [["claim", "published", "here", "seeds", "verdict", "command", "minutes"]]
+    faults = {name: wrong(name) for name in NEEDED}
     for claim, published, name, read, *kinds in CLAIMS:
         ours, verdict, seeds, minutes = "", "not asked yet", "", ""
         if not faults[name]:
@@ -201,6 +199,7 @@ def tables():
             (ours, verdict), seeds = read(numbers, *kinds), str(len(numbers["seeds"]))
             minutes = f"{numbers['minutes']:.0f}"
         rows.append([claim, published, ours, seeds, verdict, f"`{experiments.how(name)}`", minutes])
+    rows[1:] = sorted(rows[1:], key=lambda row: row[4] == "not asked yet")  # what there is, first
     rows += [[claim, "better", "", "", f"cannot be asked here: {why}", "", ""] for claim, why in NEVER.items()]
     return {"claims": rows}
 
