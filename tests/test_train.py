@@ -277,9 +277,8 @@ def test_signal_saves_and_resume_goes_on(sent, code, tiny, tmp_path):
              "--lr_decay_iters=5000", "--eval_interval=1000000", "--eval_windows=2", "--device=cpu",
              f"--dataset={tiny().dataset}"]  # fmt: skip
     command = [sys.executable, str(ROOT / "train.py"), *flags, "--out_dir=killed", "--max_iters=1000000"]
-    old = signal.signal(
-        sent, signal.default_int_handler if sent == signal.SIGINT else signal.SIG_DFL
-    )  # nohup ignores it
+    # a process inherits what is ignored, as SIGHUP is under nohup
+    old = signal.signal(sent, signal.default_int_handler if sent == signal.SIGINT else signal.SIG_DFL)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
     signal.signal(sent, old)
     for line in process.stdout:
