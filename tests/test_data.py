@@ -351,6 +351,11 @@ def test_the_archive_becomes_a_dataset(tmp_path, monkeypatch):
         shakespeare.unpack(shakespeare.fetch())
 
 
+def test_what_byte_pairs_cannot_be_made_of_is_said():
+    with pytest.raises(ValueError, match="byte pairs cannot be made of this text .* use --tokenizer=char"):
+        BPETokenizer.of_words([]).encode(" " * 1_500_000 + "x")
+
+
 @pytest.mark.parametrize("name", ["train.bin", "meta.json"])
 def test_a_damaged_cache_is_named(name, tmp_path, text_file):
     folder = data.load(str(text_file), cache=tmp_path).folder

@@ -663,6 +663,15 @@ def test_a_foreign_checkpoint_is_refused_in_a_sentence(name, tiny):
         train(tiny(out_dir="run", max_iters=4, resume=True))
 
 
+def test_a_kind_of_attention_that_model_py_does_not_have_is_named(tiny):
+    train(tiny(out_dir="run", max_iters=0))
+    state = checkpoint.load("run/ckpt.pt")
+    state["model_config"]["attention"] = "mine"
+    checkpoint.save("run/ckpt.pt", **state)
+    with pytest.raises(ValueError, match="attention='mine': model.py must have it in ATTENTIONS"):
+        checkpoint.load("run/ckpt.pt")
+
+
 def test_a_checkpoint_that_may_not_be_read_is_not_called_foreign(tmp_path, monkeypatch):
     def forbidden(*_):
         raise PermissionError(errno.EACCES, "Permission denied", "ckpt.pt")
