@@ -95,6 +95,7 @@ def test_maps_are_the_reference(kind, kv):
     cfg, layer, rope, x = make(kind, kv)
     A1, A2, lam = layer.maps(x, rope)
     for b, heads in enumerate(by_reference(cfg, layer, x)[1]):
+        assert len(heads) == A1.shape[1]
         for i, (ref1, ref2, ref_lam) in enumerate(heads):
             np.testing.assert_allclose(A1[b, i].detach(), ref1, rtol=0, atol=1e-12)
             if kind == "standard":

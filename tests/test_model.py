@@ -313,6 +313,10 @@ def test_window_restarts_from_its_last_half():
     lengths.clear()
     gpt.generate(ids(1, 6), 8, temperature=0)
     assert lengths == [6, 1, 1, 4, 1, 1, 1, 1]
+    for use_cache, expected in ((False, [8, 4, 5]), (True, [8, 4, 1])):  # a prompt that is longer than the window
+        lengths.clear()
+        gpt.generate(ids(1, 13), 3, temperature=0, use_cache=use_cache)
+        assert lengths == expected
 
 
 def test_smallest_model_generates():
