@@ -147,12 +147,22 @@ def load(name, tokenizer="auto", bpe_vocab_size=1024, difficulty=None, cache=Non
         key = f"stories-{_hash(json.dumps(asdict(difficulty)), stories.__file__)}"
         return _open(cache / key, lambda: _prepare_stories(difficulty))
     shards = name in ("fineweb", "fineweb-edu")
+    if shards:  # refused before gigabytes are fetched, as below
+        if tokenizer not in ("auto", "gpt2"):
+            raise ValueError(f"tokenizer={tokenizer!r}: the ids of {name} are those of gpt2, use --tokenizer=auto")
+        tokenizers.GPT2Tokenizer()
     if shards or name and name not in corpora.SOURCES and Path(name).is_dir():
         folder = corpora.fetch(name, cache) if shards else Path(name)
         return Dataset(folder, *tokenfiles.describe(folder, tokenizer))
     two_texts = name in ("tinystories", "openwebtext")  # one to train, one to validate
     if tokenizer == "auto":
         tokenizer = "gpt2" if two_texts else "char"
+    if tokenizer not in ("char", "bpe", "gpt2"):
+        raise ValueError(f"tokenizer={tokenizer!r} must be auto, char, bpe or gpt2")
+    if tokenizer == "bpe" and not 256 < bpe_vocab_size <= 65536:
+        raise ValueError(f"bpe_vocab_size={bpe_vocab_size} must be from 257 to 65536")
+    if tokenizer == "gpt2":
+        tokenizers.GPT2Tokenizer()  # raises here if its vocabulary cannot be had
     kind = tokenizer + (f"-{bpe_vocab_size}" if tokenizer == "bpe" else "")
     if two_texts:
         key = f"{name}-{kind}-{_hash(json.dumps(corpora.SOURCES[name]))}"
@@ -200,15 +210,11 @@ def _prepare_text(texts, kind, bpe_vocab_size):
     if kind == "gpt2":
         tokenizer = tokenizers.GPT2Tokenizer()
     elif kind == "bpe":
-        if not 256 < bpe_vocab_size <= 65536:
-            raise ValueError(f"bpe_vocab_size={bpe_vocab_size} must be from 257 to 65536")
         tokenizer = tokenizers.BPETokenizer.train(texts["train"](), bpe_vocab_size)
-    elif kind == "char":
+    else:
         tokenizer = tokenizers.CharTokenizer(chain.from_iterable(chain(texts["train"](), texts["val"]())))
         if tokenizer.vocab_size > 65536:
             raise ValueError(f"the text has {tokenizer.vocab_size} kinds of character, over 65536: use --tokenizer=bpe")
-    else:
-        raise ValueError(f"tokenizer={kind!r} must be auto, char, bpe or gpt2")
     return {split: pieces() for split, pieces in texts.items()}, tokenizer, {"lines": False}
 
 

@@ -501,6 +501,21 @@ def test_corpora_by_name(publish, tmp_path):
         data.load("fineweb", tokenizer="char")
 
 
+@pytest.mark.parametrize(
+    "name, how",
+    [("fineweb", {"tokenizer": "char"}), ("fineweb-edu", {"tokenizer": "bpe"}), ("tinystories", {"tokenizer": "word"}),
+     ("openwebtext", {"tokenizer": "bpe", "bpe_vocab_size": 5}), ("openwebtext", {}), ("fineweb", {})],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_before_it_is_fetched(name, how, monkeypatch):
+    def no_vocabulary():
+        raise ValueError("there is no vocabulary")
+
+    monkeypatch.setattr(corpora, "fetch", lambda *_: pytest.fail("it was fetched"))
+    monkeypatch.setattr(data.tokenizers, "GPT2Tokenizer", no_vocabulary)
+    with pytest.raises(ValueError, match="use --tokenizer=auto|must be|no vocabulary"):
+        data.load(name, **how)
+
+
 def test_a_corpus_without_sums_is_whole_or_named(publish, tmp_path, monkeypatch):
     """Its files say how many ids they have."""
     bodies, names = {}, list(corpora.SOURCES["fineweb-edu"])[:3]
