@@ -291,6 +291,10 @@ def test_products_with_few_rows_take_all_threads(shape, monkeypatch):
             torch.testing.assert_close(linear(x), x @ linear.weight.mT, rtol=0, atol=1e-12)
         assert cut == [((9, rows, 96), (9, 96, 44))] * (rows <= 64)
         cut.clear()
+    linear, x = Linear(20000, 5), torch.randn(2, 20000)  # fewer rows than threads: as a small vocabulary has
+    with torch.inference_mode():
+        torch.testing.assert_close(linear(x), x @ linear.weight.mT, rtol=1e-3, atol=1e-3)
+    cut.clear()
     linear(x)  # training: nothing changes
     with torch.inference_mode():
         Linear(128, 256)(torch.randn(1, 1, 128))  # too small
