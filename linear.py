@@ -15,7 +15,7 @@ class Linear(nn.Linear):
 
     def forward(self, x):
         few = x.numel() <= 64 * self.in_features and self.weight.numel() > 2**15 and x.device.type == "cpu"
-        pieces = min(torch.get_num_threads(), self.out_features) if few and torch.is_inference_mode_enabled() else 1
+        pieces = torch.get_num_threads() if few and torch.is_inference_mode_enabled() else 1
         if pieces == 1:
             return super().forward(x)
         rows = self.out_features // pieces * pieces
