@@ -173,6 +173,11 @@ MAY_CHANGE = (
 ).split()
 
 
+def multiple(unit, value):
+    """The one nearest to `value`, but not 0."""
+    return unit * max(1, round(value / unit))
+
+
 def check_model(cfg):
     """Of a GPTConfig. Raises ValueError with one sentence: the field, its value, the nearest legal value."""
     for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
@@ -181,13 +186,17 @@ def check_model(cfg):
         need(0 < getattr(cfg, name) < math.inf, f"{name}={getattr(cfg, name)} must be a positive number")
     need(0 <= cfg.dropout < 1, f"dropout={cfg.dropout} must be at least 0 and less than 1")
     need(cfg.attention in ATTENTIONS, f"attention={cfg.attention!r} must be one of {', '.join(ATTENTIONS)}")
-    unit, H = ATTENTIONS[cfg.attention].head_multiple, cfg.n_head
-    need(H % unit == 0, f"n_head={H} must be even, since {cfg.attention} attention pairs heads: use {H + 1}")
-    nearest = H * max(2, 2 * round(cfg.n_embd / H / 2))
+    unit, H, C = ATTENTIONS[cfg.attention].head_multiple, cfg.n_head, cfg.n_embd
+    legal = [n for n in range(unit, C // 2 + 1, unit) if C % (2 * n) == 0]
+    near = min(legal, key=lambda n: (abs(n - H), -n), default=0)
+    use = f"n_head={near}" if near else f"n_head={H + 1}, n_embd={multiple(2 * (H + 1), C)}"
     need(
-        cfg.n_embd % (2 * H) == 0,
-        f"n_embd={cfg.n_embd} does not divide into n_head={H} heads of even size: use n_embd={nearest}",
+        H % unit == 0,
+        f"n_head={H} must be even, since {cfg.attention} attention pairs heads, and divide n_embd={C} into heads of"
+        f" even size: use {use}",
     )
+    nearest = multiple(2 * H, C)
+    need(C % (2 * H) == 0, f"n_embd={C} does not divide into n_head={H} heads of even size: use n_embd={nearest}")
     legal = [n for n in range(unit, H + 1, unit) if H % n == 0]
     nearest = min(legal, key=lambda n: abs(n - cfg.kv_heads))
     even = " and be even, since a pair of heads needs two keys" * (unit == 2)

@@ -4,7 +4,7 @@
     folder = fetch("tinystories", "data/cache")
 
 A download goes to NAME.part and goes on where an earlier one stopped. A file is used if its sha256 is the one below, so
-everybody trains on the same bytes (but for fineweb-edu, whose sums are not known here). The texts are not this
+everybody trains on the same bytes; of fineweb-edu it is the one that Hugging Face names. The texts are not this
 project's: tinyshakespeare comes from A. Karpathy's char-rnn, tinystories from R. Eldan and Y. Li (CDLA-Sharing-1.0),
 openwebtext from A. Gokaslan and V. Cohen (CC0), fineweb and fineweb-edu from Hugging Face (ODC-By 1.0), their ids from
 K. Jordan.
@@ -27,6 +27,7 @@ from tqdm import tqdm
 CHUNK = 1 << 20  # characters or bytes held at a time
 MAX_BYTES = 1 << 26  # of a document in an archive; pages have a thousandth of it
 LAST_WORD_END = re.compile(r".*\S(?=[ \n])", re.DOTALL)  # no pattern of ours or GPT-2's has a token across it
+RECORD = re.compile(r"([0-9a-f]{64}) \d+ \d+")  # of a file that was right: sha256, size, time of its last change
 HUB = "https://huggingface.co/datasets"
 TINYSTORIES = f"{HUB}/roneneldan/TinyStories/resolve/f54c09fd23315a6f9c86f9dc80f725de7d8f9c64/TinyStoriesV2-GPT4"
 FINEWEB = f"{HUB}/kjj0/fineweb10B-gpt2/resolve/889765ea1f903759787add96995d81171b632d0c"
@@ -42,7 +43,7 @@ fa9f94dce61686b5467bc6cd3078424203db23ac254d804a6d8d5d440afc1e11
 308e6937af5d78b7489a8aac3a3951dced5b46103e613f8bc4eb543f5092526c
 1635300891634346ecff3a78d6e489a69c647885f0dcd249fe3eb76fac683458""".split()
 
-# By name: the files of the corpus, each with its address and sha256.
+# By name: the files of the corpus, each with its address and sha256; None: as `published`.
 SOURCES = {
     "tinyshakespeare": {
         "tinyshakespeare.txt": (
@@ -138,14 +139,17 @@ def texts(name, folder):
 def fetch(name, folder):
     """The folder, under the given one, with the files of a corpus: those missing downloaded, all of them checked.
 
-    Raises OSError with one sentence.
+    A file that has not changed since it was right is not read again. Raises OSError with one sentence.
     """
     folder = Path(folder, name)
     for part, (url, sha256) in SOURCES[name].items():
-        path = folder / part
+        path, record = folder / part, folder / f"{part}.sha256"
+        known = RECORD.fullmatch(record.read_text()) if record.exists() else None
+        sha256 = sha256 or (known[1] if known else published(url))
         if not path.exists():
             download(url, path)
-        if sha256 is None:  # tokenfiles compares such a file's size with the number of ids that it begins with
+        right = f"{sha256} {path.stat().st_size} {path.stat().st_mtime_ns}"
+        if known and known[0] == right:
             continue
         digest = hashlib.sha256()
         with open(path, "rb") as file, progress(f"checking {path.name}", os.path.getsize(path)) as bar:
@@ -157,7 +161,28 @@ def fetch(name, folder):
             raise OSError(
                 f"{path} was damaged, its sha256 was not {sha256}: it is removed, the next try fetches it anew"
             )
+        record.write_text(right)
     return folder
+
+
+def published(url):
+    """The sha256 of a file that Hugging Face keeps: what Git has in its place, a pointer, names it."""
+    pointer = url.replace("/resolve/", "/raw/")
+    try:
+        with urllib.request.urlopen(pointer, timeout=60) as response:
+            named = re.search(rb"^oid sha256:([0-9a-f]{64})$", response.read(CHUNK), re.MULTILINE)
+    except (OSError, http.client.HTTPException) as error:
+        raise no_network(pointer, error, "it names the file's sha256") from None
+    if not named:
+        raise OSError(f"{pointer} names no sha256 of the file, which cannot be checked: use another --dataset")
+    return named[1].decode()
+
+
+def no_network(url, error, kept):
+    reason = getattr(error, "reason", error)
+    return OSError(
+        f"{url} could not be fetched ({reason}): {kept}; --dataset=stories and --dataset=PATH need no download"
+    )
 
 
 def download(url, path):
@@ -184,13 +209,10 @@ def download(url, path):
                     raise ConnectionError(f"it ended after {file.tell():,} of {size:,} bytes")
                 file.truncate()
     except (OSError, http.client.HTTPException) as error:
-        reason, kept = getattr(error, "reason", error), "what has arrived is kept"
+        kept = "what has arrived is kept"
         if getattr(error, "code", None) == 416:  # no such range
             part.unlink()
             kept = f"{part} was longer than the file and is removed"
-        raise OSError(
-            f"{url} could not be fetched ({reason}): {kept}, the next try goes on from there;"
-            " --dataset=stories and --dataset=PATH need no download"
-        ) from None
+        raise no_network(url, error, f"{kept}, the next try goes on from there") from None
     if not path.exists():  # else another process was faster
         os.replace(part, path)

@@ -111,7 +111,7 @@ def check(cfg, *names):
 def best_of(kind, base):
     """`base`, a TrainConfig, with what experiments.tune found for this kind. Raises ValueError if it tried others.
 
-    What was found for whole runs is taken for those of --quick too.
+    What was found for whole runs is taken for shorter ones too.
     """
     base, name = base.resolved(), f"tune-{Path(base.dataset).stem}"
     path = RESULTS / f"{name}.json"
@@ -121,7 +121,9 @@ def best_of(kind, base):
     for setting, value in found["settings"].items():
         need(
             setting in ("attention", "seed", "data_seed")
-            or getattr(base, setting) in (value, getattr(shorter(made), setting)),
+            or getattr(base, setting) in (value, getattr(shorter(made), setting))
+            or setting == "max_iters"
+            and base.max_iters < value,
             f"{name}.json was made with {setting}={value!r}, not {getattr(base, setting)!r}: leave out --tuned, or"
             f" --train.{setting}",
         )
@@ -129,28 +131,28 @@ def best_of(kind, base):
     return replace(base, **found["kinds"][kind]["best"])
 
 
-def own(kind, base, tuned):
-    """`base`, a TrainConfig, as this kind is trained, and checked; `tuned`: with what experiments.tune found for it."""
-    cfg = replace(best_of(kind, base) if tuned else base, attention=kind)
-    cfg.check()
-    return cfg
+def arms(base, kinds, tuned=False):
+    """{kind: TrainConfig}: `base` for each kind, if `tuned` with what experiments.tune found for it; all checked."""
+    found = {kind: replace(best_of(kind, base) if tuned else base, attention=kind) for kind in kinds}
+    for cfg in found.values():
+        cfg.check()
+    return found
 
 
-def runs(base, kinds, seeds, tuned=False):
-    """Yields (kind, seed, result): the numbers of each run. Trains what is missing.
+def runs(arms, seeds):
+    """Yields (kind, seed, result): the numbers of each run of {kind: TrainConfig}. Trains what is missing.
 
     Runs of one seed share their batches and, where kinds share weights, the initial values.
     """
-    cfgs = {kind: own(kind, base, tuned) for kind in kinds}  # all of them checked before the first is trained
     for seed in seeds:
-        for kind, cfg in cfgs.items():
+        for kind, cfg in arms.items():
             print(f"\n--- {kind}, seed {seed}")
             yield kind, seed, trained(replace(cfg, seed=seed, data_seed=seed))
 
 
-def models(base, kinds, seeds, tuned=False):
+def models(arms, seeds):
     """`runs`, and of each its last weights, in eval mode: (kind, seed, model, result)."""
-    for kind, seed, result in runs(base, kinds, seeds, tuned):
+    for kind, seed, result in runs(arms, seeds):
         yield kind, seed, checkpoint.load_model(checkpoint.load(Path(result["out_dir"]) / "ckpt.pt")), result
 
 

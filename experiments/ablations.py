@@ -1,17 +1,17 @@
 """What is each part of differential attention for? Without it, or with another in its place, all else equal.
 
-    python -m experiments.ablations
+    python -m experiments.ablations --tuned
     python -m experiments.ablations --quick
 
-The ablation tables of both versions (the paper's section 3.8 and appendix G; Microsoft's notes on V2), on the text and
-with the steps of the preset shakespeare. Beside the loss: how large the gradient of each projection is at the start,
-against standard attention's, and at which multiple of the learning rate the loss begins to spike. The variants are
-classes here, in ATTENTIONS like any other kind, and nowhere in model.py.
+The ablation tables of both versions (the paper's section 3.8 and appendix G; Microsoft's notes on V2), on the text of
+the preset shakespeare, in half its updates. With --tuned a variant has what experiments.tune found best for the version
+that it is a variant of. Beside the loss: how large the gradient of each projection is at the start, against standard
+attention's, and at which multiple of the learning rate the loss begins to spike. The variants are classes here, in
+ATTENTIONS like any other kind, and nowhere in model.py.
 """
 
 import statistics
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ import torch
 import data
 import experiments
 from config import TrainConfig
-from experiments import against, pm, trained
+from experiments import TUNED, against, pm, trained
 from model import ATTENTIONS, GPT, DiffAttention, DiffAttentionV2, RMSNorm, StandardAttention, upcast
 from run_log import read_log
 
@@ -116,20 +116,26 @@ SPIKE = 0.5  # nats: a training loss so far above the lowest before it
 class AblationsConfig:
     seeds: int = 3  # runs of each
     first_seed: int = experiments.FIRST_SEED  # of these runs
-    updates: int = 400  # of a run at a high learning rate
+    updates: int = 200  # of a run at a high learning rate
+    tuned: bool = False  # each version's own learning rate and initial scale, from tune-shakespeare.json
     quick: bool = False  # one seed, a quarter of the updates
-    train: TrainConfig = field(default_factory=partial(experiments.preset, "shakespeare"))  # what all runs share
+    train: TrainConfig = field(default_factory=lambda: replace(experiments.preset("shakespeare"), max_iters=1000))
 
 
-def arms(base):
+def version(name):
+    """The kind that an arm is a variant of."""
+    return "diff_v2" if name.startswith("diff_v2") else "diff" if name.startswith("diff") else "standard"
+
+
+def arms(base, tuned=False):
     """{name: TrainConfig}: the two versions and their baseline, then the variants."""
     for name in VARIANTS:
         ATTENTIONS.setdefault(name, VARIANTS[name])
-    wide = replace(base, n_head=base.n_head // 2, n_kv_head=(base.n_kv_head + 1) // 2)
-    found = {name: replace(base, attention=name) for name in ("standard", "diff", "diff_v2")}
-    found |= {"standard, half the heads, twice as wide": replace(wide, attention="standard")}
+    found = experiments.arms(base, ("standard", "diff", "diff_v2"), tuned)
+    wide = replace(found["standard"], n_head=base.n_head // 2, n_kv_head=(base.n_kv_head + 1) // 2)
+    found |= {"standard, half the heads, twice as wide": wide}
     found |= {"the same, head norm": replace(wide, attention="standard_norm")}
-    return found | {name: replace(base, attention=name) for name in VARIANTS if name != "standard_norm"}
+    return found | {n: replace(found[version(n)], attention=n) for n in VARIANTS if n != "standard_norm"}
 
 
 def gradients(cfg, dataset):
@@ -166,11 +172,12 @@ def ablations(cfg):
     shared = cfg.train
     seeds, found = range(cfg.first_seed, cfg.first_seed + cfg.seeds), {}
     text = data.load(shared.dataset, shared.tokenizer, shared.bpe_vocab_size, shared.difficulty())
-    for name, arm in arms(cfg.train).items():
+    variants = arms(cfg.train, cfg.tuned)
+    for name, arm in variants.items():
         arm.check()
-        found[name] = {"val_loss": [], "gradients": [], "spikes": []}
+        found[name] = {**{s: getattr(arm, s) for s in TUNED}, "val_loss": [], "gradients": [], "spikes": []}
     for seed in seeds:
-        for name, arm in arms(cfg.train).items():
+        for name, arm in variants.items():
             print(f"\n--- {name}, seed {seed}")
             arm = replace(arm, seed=seed, data_seed=seed)
             try:
@@ -188,7 +195,6 @@ def ablations(cfg):
 
 def tables(numbers):
     """{name: rows} of what the terminal and the README show."""
-    baselines = {name: "diff_v2" if name.startswith("diff_v2") else "diff" for name in numbers["arms"]}
     found, losses = numbers["arms"], [["attention", "validation loss", "against its own version", "against standard"]]
     projections = list(found["standard"]["gradients"][0])
     slopes = [["gradient at the start / standard's", *projections]]
@@ -198,7 +204,7 @@ def tables(numbers):
             losses.append([name, f"diverged ({arm['val_loss'].count(None)} of {len(numbers['seeds'])})", "", ""])
         else:
             row = [name, pm(arm["val_loss"], "{:.4f}")]
-            for other in (baselines[name] if name.startswith("diff") else "", "standard"):
+            for other in ("" if version(name) == "standard" else version(name), "standard"):
                 row.append("" if other in ("", name) else against(arm["val_loss"], found[other]["val_loss"], "{:.4f}"))
             losses.append(row)
         ratios = [

@@ -140,8 +140,9 @@ def anatomy(cfg):
     train = cfg.train
     text = data.load(cfg.dataset, train.tokenizer, train.bpe_vocab_size, train.difficulty())
     windows = text.val_windows(train.eval_windows, train.block_size)
+    arms = experiments.arms(cfg.train, cfg.kinds, cfg.tuned)
     seeds, kinds = range(cfg.first_seed, cfg.first_seed + cfg.seeds), {}
-    for kind, seed, model, result in experiments.models(train, cfg.kinds, seeds, cfg.tuned):
+    for kind, seed, model, result in experiments.models(arms, seeds):
 
         def loss(model=model):
             value = evaluate(model, windows, train.batch_size, torch.device("cpu"))[0]

@@ -38,13 +38,13 @@ def compare(cfg):
     experiments.check(cfg)
     cfg = experiments.shortened(cfg)
     seeds = range(cfg.first_seed, cfg.first_seed + cfg.seeds)
-    base, runs = cfg.train, {kind: [] for kind in cfg.kinds}
-    for kind, _, result in experiments.runs(base, cfg.kinds, seeds, cfg.tuned):
+    arms, runs = experiments.arms(cfg.train, cfg.kinds, cfg.tuned), {kind: [] for kind in cfg.kinds}
+    for kind, _, result in experiments.runs(arms, seeds):
         runs[kind].append(result)
-    numbers = {"settings": vars(base), "seeds": list(seeds), "baseline": cfg.kinds[0], "kinds": {}}
+    numbers = {"settings": vars(cfg.train), "seeds": list(seeds), "baseline": cfg.kinds[0], "kinds": {}}
     for kind, results in runs.items():
         numbers["kinds"][kind] = {
-            **{name: getattr(experiments.own(kind, base, cfg.tuned), name) for name in TUNED},
+            **{name: getattr(arms[kind], name) for name in TUNED},
             **{name: results[0][name] for name in ("params", "entropy")},
             **{name: [r[name] for r in results] for name in EACH},
         }

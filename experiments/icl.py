@@ -135,8 +135,9 @@ def icl(cfg):
     words, folder = tokenizer(), prepare(cfg.texts)
     shared = replace(cfg.train, dataset=str(folder), block_size=3 * (SHOTS[-1] + 1) + 1)
     cfg = experiments.shortened(replace(cfg, train=shared))
+    arms = experiments.arms(cfg.train, cfg.kinds)
     seeds, kinds = range(cfg.first_seed, cfg.first_seed + cfg.seeds), {}
-    for kind, _, model, result in experiments.models(cfg.train, cfg.kinds, seeds):
+    for kind, _, model, result in experiments.models(arms, seeds):
         k = kinds.setdefault(kind, {"shots": [], "orders": [], "val_loss": []})
         k["shots"].append(by_shots(model, words, cfg.texts_asked))
         k["orders"].append(by_order(model, words, cfg.sets, cfg.examples, cfg.orders))

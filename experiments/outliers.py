@@ -9,7 +9,7 @@ and dynamic, by the largest logit of a row (one scale for each token that looks,
 changes. `diff_v2` has twice as many logits as the others, so its hundredth is of more.
 """
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 import torch
@@ -98,8 +98,9 @@ def outliers(cfg):
     cfg = experiments.shortened(cfg)
     text = data.load("stories", difficulty=cfg.train.difficulty())
     windows = text.val_windows(cfg.train.eval_windows, cfg.train.block_size)
+    arms = experiments.arms(cfg.train, cfg.kinds, cfg.tuned)
     seeds, kinds = range(cfg.first_seed, cfg.first_seed + cfg.seeds), {}
-    for kind, _, model, _ in experiments.models(replace(cfg.train, dataset="stories"), cfg.kinds, seeds, cfg.tuned):
+    for kind, _, model, _ in experiments.models(arms, seeds):
         k = kinds.setdefault(kind, {"largest": [], "bits": []})
         k["largest"].append(largest(model, experiments.equally_long(windows, cfg.windows)))
         losses = []

@@ -10,7 +10,7 @@ row that must find the answer: their signed sums over the parts of the text add 
 """
 
 import random
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 import torch
@@ -110,8 +110,9 @@ def retrieval(cfg):
     tokenizer = tokenizers.BPETokenizer.of_words(stories.VOCABULARY)
     cfg = experiments.shortened(cfg)
     settings["texts"] = texts = max(1, cfg.texts // 8) if cfg.quick else cfg.texts
+    arms = experiments.arms(cfg.train, cfg.kinds, cfg.tuned)
     seeds, kinds = range(cfg.first_seed, cfg.first_seed + cfg.seeds), {kind: [] for kind in cfg.kinds}
-    for kind, _, model, _ in experiments.models(replace(cfg.train, dataset="stories"), cfg.kinds, seeds, cfg.tuned):
+    for kind, _, model, _ in experiments.models(arms, seeds):
         kinds[kind].append([
             ask(model, tokenizer, facts, sentences, depth, cfg.questions, texts)
             for facts in FACTS for sentences in SENTENCES for depth in DEPTHS

@@ -1,12 +1,13 @@
 """How does the loss of each kind fall with the number of parameters, and how many fewer would be enough for the same?
 
-    python -m experiments.scaling              # five widths, 50 thousand to 0.8 million parameters
+    python -m experiments.scaling --tuned      # five widths, 50 thousand to 0.8 million parameters
     python -m experiments.scaling --widths 128 256 384 --train.max_iters=5000     # on a GPU
 
 The paper's first figure at a hundred thousandth of the parameters, on the text and with the steps of the preset
 shakespeare. For each seed a line loss = a - b log(parameters) is drawn through the baseline; where another kind's loss
 at a size lies on it says how many parameters the baseline needs for that. Five sizes within a factor of sixteen do not
-say where the lines go beyond them: the fit is a ruler here, no law. All sizes share one learning rate and init_std.
+say where the lines go beyond them: the fit is a ruler here, no law. All sizes of a kind share one learning rate and
+init_std; with --tuned they are what experiments.tune found best for that kind at the preset's own size.
 """
 
 import math
@@ -17,7 +18,7 @@ import numpy as np
 
 import experiments
 from config import TrainConfig, need
-from experiments import paired, pm
+from experiments import TUNED, paired, pm
 from model import ATTENTIONS
 
 
@@ -27,6 +28,7 @@ class ScalingConfig:
     widths: tuple[int, ...] = (32, 48, 64, 96, 128)  # channels, in heads of 16 or 24
     seeds: int = 3  # runs of each
     first_seed: int = experiments.FIRST_SEED  # of these runs
+    tuned: bool = False  # each kind's own learning rate and initial scale, from tune-shakespeare.json
     quick: bool = False  # one seed, a quarter of the updates
     train: TrainConfig = field(default_factory=partial(experiments.preset, "shakespeare"))  # what all runs share
 
@@ -38,12 +40,15 @@ def scaling(cfg):
     cfg = experiments.shortened(cfg)
     seeds = range(cfg.first_seed, cfg.first_seed + cfg.seeds)
     kinds = {kind: {"params": [], "val_loss": [[] for _ in seeds]} for kind in cfg.kinds}
-    bases = [replace(cfg.train, n_embd=width, n_head=2 * max(1, width // 32)) for width in cfg.widths]
-    for base in bases:
-        for kind in cfg.kinds:
-            replace(base, attention=kind).check()  # all of them before the first is trained
-    for base in bases:
-        for kind, seed, result in experiments.runs(base, cfg.kinds, seeds):
+    arms = experiments.arms(cfg.train, cfg.kinds, cfg.tuned)
+    for kind, arm in arms.items():
+        kinds[kind] |= {name: getattr(arm, name) for name in TUNED}
+    sizes = [dict(n_embd=width, n_head=2 * max(1, width // 32)) for width in cfg.widths]
+    sizes = [{kind: replace(arm, **size) for kind, arm in arms.items()} for size in sizes]
+    for arm in (arm for sized in sizes for arm in sized.values()):
+        arm.check()  # all of them before the first is trained
+    for sized in sizes:
+        for kind, seed, result in experiments.runs(sized, seeds):
             kinds[kind]["val_loss"][seed - cfg.first_seed].append(result["val_loss"])
             kinds[kind]["params"] += [result["params"]] * (seed == cfg.first_seed)
     return {"train": asdict(cfg.train), "seeds": list(seeds), "widths": list(cfg.widths), "kinds": kinds}

@@ -456,8 +456,9 @@ def archive(files):
 
 def test_every_corpus_is_pinned():
     files = [source for name, files in corpora.SOURCES.items() for source in files.values() if name != "fineweb-edu"]
-    edu = corpora.SOURCES["fineweb-edu"]
-    assert len(edu) == 100 and all(url.endswith(f"/{file}") and sha256 is None for file, (url, sha256) in edu.items())
+    edu = corpora.SOURCES["fineweb-edu"]  # which Hugging Face names
+    assert len(edu) == 100 and not any(sha256 for _, sha256 in edu.values())
+    assert all(url.startswith(f"{corpora.HUB}/") and url.endswith(f"/resolve/main/{f}") for f, (url, _) in edu.items())
     assert len({sha256 for _, sha256 in files}) == len({url for url, _ in files}) == len(files) == 14
     assert all(url.startswith("https://") and re.fullmatch("[0-9a-f]{64}", sha256) for url, sha256 in files)
 
@@ -516,22 +517,69 @@ def test_what_cannot_be_is_refused_before_it_is_fetched(name, how, monkeypatch):
         data.load(name, **how)
 
 
-def test_a_corpus_without_sums_is_whole_or_named(publish, tmp_path, monkeypatch):
-    """Its files say how many ids they have."""
+def test_a_sum_that_the_hub_names_is_held_against_the_file(publish, tmp_path, monkeypatch):
+    """Of fineweb-edu: Git's pointer, beside the file, names it. Once the file is right, no network is needed."""
     bodies, names = {}, list(corpora.SOURCES["fineweb-edu"])[:3]
     for name in names:
         shard(tmp_path / "made" / name, [EOT, *range(1000, 1050)])
         bodies[name] = (tmp_path / "made" / name).read_bytes()
-    publish("fineweb-edu", bodies)
-    monkeypatch.setitem(
-        corpora.SOURCES, "fineweb-edu", {n: (url, None) for n, (url, _) in corpora.SOURCES["fineweb-edu"].items()}
-    )
+    server = publish("fineweb-edu", bodies)
+
+    def put(file, body):
+        (tmp_path / "web" / file).write_bytes(body)
+        if server:
+            server.files[file] = body
+
+    for folder in ("resolve", "raw"):
+        (tmp_path / "web" / folder).mkdir()
+    web = {}
+    for name, (url, sha256) in corpora.SOURCES["fineweb-edu"].items():
+        pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{sha256}\nsize {len(bodies[name])}\n"
+        put(f"resolve/{name}", bodies[name])
+        put(f"raw/{name}", pointer.encode())
+        web[name] = (url.replace(name, f"resolve/{name}"), None)
+    monkeypatch.setitem(corpora.SOURCES, "fineweb-edu", web)
+    raw, damaged = f"raw/{names[1]}", bodies[names[1]][:-1] + b"?"
+    put(f"resolve/{names[1]}", damaged)
+    with pytest.raises(OSError, match=f"{names[1]} was damaged.* it is removed"):
+        data.load("fineweb-edu")
+    put(f"resolve/{names[1]}", bodies[names[1]])
+    pointer = (tmp_path / "web" / raw).read_bytes()
+    for wrong in (b"no pointer", pointer.replace(b"oid sha256:", b"oid md5:")):
+        put(raw, wrong)
+        with pytest.raises(OSError, match=f"raw/{names[1]} names no sha256 of the file"):
+            data.load("fineweb-edu")
+    put(raw, pointer)
     dataset = data.load("fineweb-edu")
     assert [len(dataset.files[split]) for split in ("train", "val")] == [2, 1]
     assert dataset.batch(0, 4, 50, 0)[0].tolist() == [[EOT, *range(1000, 1049)]] * 4
-    (dataset.folder / names[1]).write_bytes(bodies[names[1]][:-2])
-    with pytest.raises(ValueError, match=f"{names[1]} is damaged: its 51 ids need"):
+    shutil.rmtree(tmp_path / "web")
+    if server:
+        server.files.clear()
+    data.load("fineweb-edu")
+    (dataset.folder / names[1]).write_bytes(damaged)
+    with pytest.raises(OSError, match=f"{names[1]} was damaged"):
         data.load("fineweb-edu")
+
+
+def test_a_file_that_was_right_is_not_read_again(publish, tmp_path, monkeypatch):
+    """Unless it, or what was noted of it, has changed."""
+    publish("tinyshakespeare", {"tinyshakespeare.txt": BODY})
+    path = corpora.fetch("tinyshakespeare", tmp_path) / "tinyshakespeare.txt"
+    record, hashed = path.with_name("tinyshakespeare.txt.sha256"), []
+    sha256 = hashlib.sha256
+    monkeypatch.setattr(corpora.hashlib, "sha256", lambda: hashed.append(1) or sha256())
+    corpora.fetch("tinyshakespeare", tmp_path)
+    assert not hashed
+    noted = record.read_text()
+    os.utime(path, (1, 1))
+    for spoil in (None, noted[:70], "", noted.replace(noted[0], "0" if noted[0] != "0" else "1")):
+        if spoil is not None:
+            record.write_text(spoil)
+        corpora.fetch("tinyshakespeare", tmp_path)
+        assert hashed.pop() and not hashed
+        corpora.fetch("tinyshakespeare", tmp_path)
+        assert not hashed
 
 
 BODY = np.random.default_rng(0).bytes(300_000)
@@ -550,7 +598,7 @@ def test_an_interrupted_download_goes_on(publish, tmp_path, monkeypatch):
         part.parent.mkdir()
         part.write_bytes(BODY[:100_000])
     folder = corpora.fetch("tinyshakespeare", tmp_path)
-    assert files_of(folder) == {"tinyshakespeare.txt": BODY}
+    assert (folder / "tinyshakespeare.txt").read_bytes() == BODY and not part.exists()
     if server:
         assert server.asked == [None, "bytes=99999-"]
 
@@ -574,7 +622,9 @@ def test_a_part_that_is_there_already(publish, tmp_path, have, refused):
         with pytest.raises(OSError, match=refused):
             corpora.fetch("tinyshakespeare", tmp_path)
         assert not files_of(tmp_path / "tinyshakespeare")
-    assert files_of(corpora.fetch("tinyshakespeare", tmp_path)) == {"tinyshakespeare.txt": BODY}
+    folder = corpora.fetch("tinyshakespeare", tmp_path)
+    assert set(files_of(folder)) == {"tinyshakespeare.txt", "tinyshakespeare.txt.sha256"}
+    assert files_of(folder)["tinyshakespeare.txt"] == BODY
 
 
 def test_a_damaged_file_is_refused_and_its_removal_said(publish, tmp_path):

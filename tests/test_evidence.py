@@ -105,6 +105,7 @@ def test_tuning_finds_what_is_best_for_each_kind(monkeypatch):
     with pytest.raises(ValueError, match="run python -m experiments.tune --dataset=a/my.txt first"):
         experiments.best_of("diff", replace(base, dataset="a/my.txt"))
     assert experiments.best_of("diff", experiments.shorter(base)).init_std == ideal["diff"][1]  # with --quick
+    assert experiments.best_of("diff", replace(base, max_iters=1)).max_iters == 1
     compared = []
     result = {"params": 1, "val_loss": 2.0, "answers": None, "entropy": None, "lambdas": [], "history": [],
               "tokens_per_s": 1.0, "seconds": 1.0}  # fmt: skip
@@ -112,6 +113,22 @@ def test_tuning_finds_what_is_best_for_each_kind(monkeypatch):
     cfg = compare.CompareConfig(kinds=("standard", "diff"), seeds=1, tuned=True, train=base)
     assert compare.compare(cfg)["kinds"]["standard"]["learning_rate"] == 2e-3
     assert [(cfg.learning_rate, cfg.init_std) for cfg in compared] == list(ideal.values())
+
+
+def test_sizes_and_variants_have_what_was_found_for_their_kind(monkeypatch, variants):
+    """With --tuned, at every width; a variant has what its version has."""
+    found = {"standard": (1e-3, 0.1), "diff": (2e-3, 0.05), "diff_v2": (4e-3, 0.2)}
+    best = {kind: {"best": dict(zip(experiments.TUNED, values))} for kind, values in found.items()}
+    experiments.save(experiments.RESULTS / "tune-stories.json", {"settings": asdict(USUAL), "kinds": best})
+    trained = []
+    monkeypatch.setattr(experiments, "trained", lambda cfg: trained.append(cfg) or {"val_loss": 2.0, "params": 1})
+    scaling.scaling(scaling.ScalingConfig(widths=(16, 32, 64), seeds=1, tuned=True, train=USUAL))
+    assert len(trained) == 9 and {cfg.n_embd for cfg in trained} == {16, 32, 64}
+    arms = ablations.arms(USUAL, tuned=True)
+    kinds = {name: name for name in found} | {name: "diff" for name in arms if name.startswith("diff_")}
+    kinds |= {name: "diff_v2" for name in arms if name.startswith("diff_v2")}
+    for name, cfg in [*((cfg.attention, cfg) for cfg in trained), *arms.items()]:
+        assert (cfg.learning_rate, cfg.init_std) == found[kinds.get(name, "standard")]
 
 
 # --- retrieval -------------------------------------------------------------------------------
@@ -540,7 +557,7 @@ def test_claims_get_their_verdicts_from_results(capsys, monkeypatch):
     with pytest.raises(SystemExit, match="7 of 7 results are missing or not right"):
         report.main()
     said = capsys.readouterr()
-    assert "| V1 has a lower loss" in said.out and "run python -m experiments.scaling first" in said.err
+    assert "| V1 has a lower loss" in said.out and "run python -m experiments.scaling --tuned first" in said.err
     assert experiments.how("compare-shakespeare-tuned") == "python -m experiments.compare --dataset=shakespeare --tuned"
 
 
@@ -567,8 +584,8 @@ def test_every_claim_can_be_read_from_its_result(variants, monkeypatch):
     monkeypatch.setattr(icl, "SHOTS", (0, 3))
     made = {
         "compare-shakespeare-tuned": compare.compare(compare.CompareConfig(seeds=2, train=TOY)),
-        "scaling": scaling.scaling(scaling.ScalingConfig(widths=(16, 32, 64), seeds=2, train=USUAL)),
-        "ablations": ablations.ablations(ablations.AblationsConfig(updates=2, seeds=2, train=TOY)),
+        "scaling-tuned": scaling.scaling(scaling.ScalingConfig(widths=(16, 32, 64), seeds=2, train=USUAL)),
+        "ablations-tuned": ablations.ablations(ablations.AblationsConfig(updates=2, seeds=2, train=TOY)),
         "anatomy-shakespeare-tuned": anatomy.anatomy(anatomy.AnatomyConfig(dataset="stories", seeds=2, train=TOY)),
         "retrieval": retrieval.retrieval(retrieval.RetrievalConfig(seeds=2, texts=1, train=TOY)),
         "outliers": outliers.outliers(outliers.OutliersConfig(seeds=2, train=TOY)),
@@ -576,7 +593,7 @@ def test_every_claim_can_be_read_from_its_result(variants, monkeypatch):
     }
     for name, numbers in made.items():
         experiments.save(experiments.RESULTS / f"{name}.json", {"minutes": 2.0, **numbers})
-        monkeypatch.setitem(report.NEEDED, name, (USUAL if name == "scaling" else TOY, 2))
+        monkeypatch.setitem(report.NEEDED, name, (USUAL if name == "scaling-tuned" else TOY, 2))
         assert report.wrong(name) == ""
     rows = report.tables()["claims"][1:]
     asked = [row for row in rows if not row[4].startswith("cannot")]
@@ -672,7 +689,7 @@ def test_from_training_to_picture(experiment, settings, tmp_path, monkeypatch, v
     experiment.picture(numbers, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 5000
     if experiment is outliers:  # without bits it is the run's own loss
-        model = next(experiments.models(replace(TOY, dataset="stories"), ["diff"], [1]))[2]
+        model = next(experiments.models({"diff": replace(TOY, attention="diff")}, [1]))[2]
         windows = data.load("stories", difficulty=Few()).val_windows(4, TOY.block_size)
         own = evaluate(model, windows, 2, torch.device("cpu"))[0]
         assert numbers["kinds"]["diff"]["bits"][0][0][0] == pytest.approx(own, abs=1e-5)

@@ -725,7 +725,7 @@ def test_grad_checkpoint_is_the_flag_that_computes_again(tiny, monkeypatch):
         (dict(compile="yes"), ["'yes'", "auto, on, off"]),
         (dict(preset="huge"), ["'huge'", "laptop"]),
         (dict(tokenizer="word"), ["'word'", "bpe"]),
-        (dict(n_head=3), ["n_head=3", "use 4"]),
+        (dict(n_head=3), ["n_head=3", "use n_head=4"]),
         (dict(people=13), ["people=13", "use 12"]),
         (dict(device="cuda:9" if torch.cuda.is_available() else "cuda"), ["device='cuda"]),
         (dict(device="tpu"), ["device='tpu'", "cpu"]),
