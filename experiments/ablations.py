@@ -5,9 +5,9 @@
 
 The ablation tables of both versions (the paper's section 3.8 and appendix G; Microsoft's notes on V2), on the text of
 the preset shakespeare, in half its updates. With --tuned a variant has what experiments.tune found best for the version
-that it is a variant of. Beside the loss: how large the gradient of each projection is at the start, against standard
-attention's, and at which multiple of the learning rate the loss begins to spike. The variants are classes here, in
-ATTENTIONS like any other kind, and nowhere in model.py.
+that it is a variant of. Beside the loss, with the preset's settings for all: how large the gradient of each projection
+is at the start, against standard attention's, and at which multiple of the learning rate the loss begins to spike. The
+variants are classes here, in ATTENTIONS like any other kind, and nowhere in model.py.
 """
 
 import statistics
@@ -135,6 +135,8 @@ def arms(base, tuned=False):
     wide = replace(found["standard"], n_head=base.n_head // 2, n_kv_head=(base.n_kv_head + 1) // 2)
     found |= {"standard, half the heads, twice as wide": wide}
     found |= {"the same, head norm": replace(wide, attention="standard_norm")}
+    bare = replace(found["diff"], attention="diff_no_norm", init_std=found["standard"].init_std)
+    found |= {"diff_no_norm, init_std of standard": bare}
     return found | {n: replace(found[version(n)], attention=n) for n in VARIANTS if n != "standard_norm"}
 
 
@@ -186,6 +188,7 @@ def ablations(cfg):
                 print(error)
                 result = {"val_loss": None}
             found[name]["val_loss"].append(result["val_loss"])
+            arm = replace(arm, **{setting: getattr(shared, setting) for setting in TUNED})  # equal from here on
             found[name]["gradients"].append(gradients(arm, text))
             if name in ("standard", "diff", "diff_no_norm", "diff_v2"):
                 updates = max(2, cfg.updates // (4 if cfg.quick else 1))

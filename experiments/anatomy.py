@@ -23,7 +23,7 @@ import data
 import experiments
 from config import TrainConfig, need
 from evaluate import evaluate
-from experiments import mean_sd, pm
+from experiments import TUNED, mean_sd, pm
 from model import ATTENTIONS, GPT
 from run_log import read_log
 
@@ -149,7 +149,10 @@ def anatomy(cfg):
             model.eval()
             return value
 
-        k = kinds.setdefault(kind, {"layers": [], "lambdas": [], "scaled": [], **{name: [] for name in NUMBERS}})
+        tuned = {name: getattr(arms[kind], name) for name in TUNED}
+        k = kinds.setdefault(
+            kind, {**tuned, "layers": [], "lambdas": [], "scaled": [], **{name: [] for name in NUMBERS}}
+        )
         texts = experiments.equally_long(windows, cfg.windows)
         layers, rises = looking(model, texts), importances(model, loss)
         for layer, before in zip(layers, looking(GPT(model.cfg, seed).eval(), texts)):

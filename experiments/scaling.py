@@ -6,8 +6,9 @@
 The paper's first figure at a hundred thousandth of the parameters, on the text and with the steps of the preset
 shakespeare. For each seed a line loss = a - b log(parameters) is drawn through the baseline; where another kind's loss
 at a size lies on it says how many parameters the baseline needs for that. Five sizes within a factor of sixteen do not
-say where the lines go beyond them: the fit is a ruler here, no law. All sizes of a kind share one learning rate and
-init_std; with --tuned they are what experiments.tune found best for that kind at the preset's own size.
+say where the lines go beyond them: the fit is a ruler here, no law. All sizes of a kind share one learning rate, and
+init_std goes as the square root of 1 / width, so that activations stay as large; with --tuned they are what
+experiments.tune found best for that kind at the preset's own width.
 """
 
 import math
@@ -43,15 +44,20 @@ def scaling(cfg):
     arms = experiments.arms(cfg.train, cfg.kinds, cfg.tuned)
     for kind, arm in arms.items():
         kinds[kind] |= {name: getattr(arm, name) for name in TUNED}
-    sizes = [dict(n_embd=width, n_head=2 * max(1, width // 32)) for width in cfg.widths]
-    sizes = [{kind: replace(arm, **size) for kind, arm in arms.items()} for size in sizes]
-    for arm in (arm for sized in sizes for arm in sized.values()):
+    sizes = [{kind: sized(arm, width) for kind, arm in arms.items()} for width in cfg.widths]
+    for arm in (arm for of_width in sizes for arm in of_width.values()):
         arm.check()  # all of them before the first is trained
-    for sized in sizes:
-        for kind, seed, result in experiments.runs(sized, seeds):
+    for of_width in sizes:
+        for kind, seed, result in experiments.runs(of_width, seeds):
             kinds[kind]["val_loss"][seed - cfg.first_seed].append(result["val_loss"])
             kinds[kind]["params"] += [result["params"]] * (seed == cfg.first_seed)
     return {"train": asdict(cfg.train), "seeds": list(seeds), "widths": list(cfg.widths), "kinds": kinds}
+
+
+def sized(arm, width):
+    """A TrainConfig as wide as that."""
+    wider = math.sqrt(arm.n_embd / width)
+    return replace(arm, n_embd=width, n_head=2 * max(1, width // 32), init_std=arm.init_std * wider)
 
 
 def line(params, losses):
@@ -81,10 +87,11 @@ def said(shares):
     """Text of what `needed` found."""
     if shares is None:
         return "the baseline's loss does not fall with size"
-    mean, _, half = paired(shares, [0.0] * len(shares))
+    mean, _, half = paired(np.log(shares), [0.0] * len(shares))
     if half is None:
-        return f"{mean:.0%} (one seed says nothing)"
-    return f"{mean:.0%} ± {half:.0%}" + " (not distinguishable)" * (abs(mean - 1) <= half)
+        return f"{math.exp(mean):.0%} (one seed says nothing)"
+    low, high = math.exp(mean - half), math.exp(mean + half)
+    return f"{math.exp(mean):.0%} ({low:.0%} to {high:.0%})" + " (not distinguishable)" * (abs(mean) <= half)
 
 
 def tables(numbers):

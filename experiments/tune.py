@@ -3,8 +3,9 @@
     python -m experiments.tune --dataset=shakespeare
     python -m experiments.compare --dataset=shakespeare --tuned
 
-First three learning rates, a factor of two apart, then at the best of them two more initial scales (init_std). The
-lowest mean of the final validation losses wins. Seeds are others than those of comparisons, which so stay fresh.
+First three learning rates, a factor of two apart, then at the best of them two more initial scales (init_std). Where
+the best of any kind lies at an edge, all kinds try one more beyond it. The lowest mean of the final validation losses
+wins. Seeds are others than those of comparisons, which so stay fresh.
 """
 
 import math
@@ -17,6 +18,7 @@ from experiments import TUNED, pm, trained
 from model import ATTENTIONS
 
 FACTORS = (0.5, 1.0, 2.0)  # of what the settings say
+MOST = 6  # values of a setting; the best may then lie at an edge
 
 
 @dataclass
@@ -36,21 +38,31 @@ def tune(cfg):
     base = cfg.train
     for kind in cfg.kinds:
         replace(base, attention=kind).check()
-    seeds, kinds = range(cfg.first_seed, cfg.first_seed + cfg.seeds), {}
-    for kind in cfg.kinds:
-        best, tries = replace(base, attention=kind), {}
-        for name in TUNED:
-            for factor in FACTORS:
-                now = replace(best, **{name: factor * getattr(best, name)})
-                key = tuple(getattr(now, tuned) for tuned in TUNED)
-                if key not in tries:
-                    print(f"\n--- {kind}, " + ", ".join(f"{n}={value:g}" for n, value in zip(TUNED, key)))
-                    tries[key] = [last_loss(replace(now, seed=seed, data_seed=seed)) for seed in seeds]
-            best = replace(best, **dict(zip(TUNED, min(tries, key=lambda key: score(tries[key])))))
-        kinds[kind] = {
-            "tries": [{**dict(zip(TUNED, key)), "val_loss": losses} for key, losses in tries.items()],
-            "best": {name: getattr(best, name) for name in TUNED},
+    seeds = range(cfg.first_seed, cfg.first_seed + cfg.seeds)
+    best = {kind: replace(base, attention=kind) for kind in cfg.kinds}
+    tries = {kind: {} for kind in cfg.kinds}
+
+    def loss(arm):
+        key, done = tuple(getattr(arm, name) for name in TUNED), tries[arm.attention]
+        if key not in done:
+            print(f"\n--- {arm.attention}, " + ", ".join(f"{n}={value:g}" for n, value in zip(TUNED, key)))
+            done[key] = [last_loss(replace(arm, seed=seed, data_seed=seed)) for seed in seeds]
+        return score(done[key])
+
+    for name in TUNED:
+        values, beyond = [], [factor * getattr(base, name) for factor in FACTORS]
+        while beyond and len(values) < MOST:
+            values = sorted(values + beyond)
+            best = {kind: min((replace(arm, **{name: v}) for v in values), key=loss) for kind, arm in best.items()}
+            wins = [getattr(arm, name) for arm in best.values()]
+            beyond = [values[0] / 2] * (values[0] in wins) + [values[-1] * 2] * (values[-1] in wins)
+    kinds = {
+        kind: {
+            "tries": [{**dict(zip(TUNED, key)), "val_loss": losses} for key, losses in tries[kind].items()],
+            "best": {name: getattr(arm, name) for name in TUNED},
         }
+        for kind, arm in best.items()
+    }
     return {"settings": asdict(base), "seeds": list(seeds), "kinds": kinds}
 
 
