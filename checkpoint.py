@@ -108,7 +108,7 @@ def read_config(run, kind=dict):
     path = Path(run) / "config.json"
     try:
         return kind(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         raise ValueError(f"{path} is missing, damaged or another version's: {run} is not the folder of a run") from None
 
 

@@ -173,6 +173,9 @@ MAY_CHANGE = (
 ).split()
 
 
+LARGEST = 1 << 20  # of any size of a model, and more than any has
+
+
 def multiple(unit, value):
     """The one nearest to `value`, but not 0."""
     return unit * max(1, round(value / unit))
@@ -182,6 +185,7 @@ def check_model(cfg):
     """Of a GPTConfig. Raises ValueError with one sentence: the field, its value, the nearest legal value."""
     for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
         need(getattr(cfg, name) >= 1, f"{name}={getattr(cfg, name)} must be at least 1")
+        need(getattr(cfg, name) <= LARGEST, f"{name}={getattr(cfg, name)} must be at most {LARGEST}")
     for name in ("init_std", "emb_std", "rope_theta"):
         need(0 < getattr(cfg, name) < math.inf, f"{name}={getattr(cfg, name)} must be a positive number")
     need(0 <= cfg.dropout < 1, f"dropout={cfg.dropout} must be at least 0 and less than 1")

@@ -1,5 +1,6 @@
 """Where a model runs and what with: the device, the type of its matrix products, torch.compile, versions."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +25,7 @@ def pick_device(name="auto"):
     if name == "auto":
         name = next(kind for kind, n in count.items() if n)
     kind, _, index = name.partition(":")
-    if not (index or "0").isdigit() or int(index or 0) >= count.get(kind, 0):
+    if not re.fullmatch("[0-9]*", index) or int(index or 0) >= count.get(kind, 0):
         raise ValueError(
             f"device={name!r} is not on this machine: use auto or {', '.join(k for k in count if count[k])}"
         )

@@ -80,6 +80,11 @@ class Dataset:
             for i in np.flatnonzero(files == file):
                 start = starts[file][chosen[i] - ends[file]]  # counted from the end of its file: a negative number
                 rows[i] = tokens[start : start + block_size + 1]
+        if rows.size and rows.max() >= self.tokenizer.vocab_size:
+            raise ValueError(
+                f"{self.folder} is damaged: it holds the id {rows.max()}, but its vocabulary has only"
+                f" {self.tokenizer.vocab_size}"
+            )
         return rows
 
     def batch(self, step, batch_size, block_size, seed):
@@ -107,7 +112,10 @@ class Dataset:
             chosen = np.unique(np.linspace(0, last, min(count, last // block_size + 1)).astype(np.int64))
             rows = self.windows("val", starts, chosen, block_size)
             return rows[:, :-1], rows[:, 1:], np.full_like(rows[:, 1:], -1)
-        text = self.tokenizer.decode_bytes(self.tokens("val")).decode()
+        try:
+            text = self.tokenizer.decode_bytes(self.tokens("val")).decode()
+        except (UnicodeDecodeError, LookupError):
+            raise ValueError(f"{self.folder} is damaged: its validation split is no text") from None
         lines = text.splitlines(keepends=True)[:count]
         rows = [self.tokenizer.encode("\n" + line) for line in lines]
         if not rows:
@@ -235,7 +243,7 @@ def _open(folder, prepare):
             if path.stat().st_size != meta.get(f"{split}_bytes", path.stat().st_size):
                 raise ValueError(f"{path} has another size than was written")
         return Dataset(folder, meta, tokenizers.from_dict(meta["tokenizer"]), files)
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{folder} is damaged, remove it and it will be made again ({error})") from None
 
 

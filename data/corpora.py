@@ -19,6 +19,7 @@ import re
 import sys
 import tarfile
 import urllib.request
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +28,8 @@ from tqdm import tqdm
 CHUNK = 1 << 20  # characters or bytes held at a time
 MAX_BYTES = 1 << 26  # of a document in an archive; pages have a thousandth of it
 LAST_WORD_END = re.compile(r".*\S(?=[ \n])", re.DOTALL)  # no pattern of ours or GPT-2's has a token across it
-RECORD = re.compile(r"([0-9a-f]{64}) \d+ \d+")  # of a file that was right: sha256, size, time of its last change
+RECORD = re.compile(rb"([0-9a-f]{64}) \d+ \d+")  # of a file that was right: sha256, size, time of its last change
+FAILURES = (OSError, http.client.HTTPException, ValueError)  # the last: of a server that sends nonsense
 HUB = "https://huggingface.co/datasets"
 TINYSTORIES = f"{HUB}/roneneldan/TinyStories/resolve/f54c09fd23315a6f9c86f9dc80f725de7d8f9c64/TinyStoriesV2-GPT4"
 FINEWEB = f"{HUB}/kjj0/fineweb10B-gpt2/resolve/889765ea1f903759787add96995d81171b632d0c"
@@ -144,11 +146,11 @@ def fetch(name, folder):
     folder = Path(folder, name)
     for part, (url, sha256) in SOURCES[name].items():
         path, record = folder / part, folder / f"{part}.sha256"
-        known = RECORD.fullmatch(record.read_text()) if record.exists() else None
-        sha256 = sha256 or (known[1] if known else published(url))
+        known = RECORD.fullmatch(record.read_bytes()) if path.exists() and record.exists() else None
+        sha256 = sha256 or (known[1].decode() if known else published(url))
         if not path.exists():
             download(url, path)
-        right = f"{sha256} {path.stat().st_size} {path.stat().st_mtime_ns}"
+        right = f"{sha256} {path.stat().st_size} {path.stat().st_mtime_ns}".encode()
         if known and known[0] == right:
             continue
         digest = hashlib.sha256()
@@ -157,11 +159,13 @@ def fetch(name, folder):
                 digest.update(chunk)
                 bar.update(len(chunk))
         if digest.hexdigest() != sha256:
-            path.unlink()
+            for wrong in (path, record):
+                wrong.unlink(missing_ok=True)  # another process may have found out too
             raise OSError(
                 f"{path} was damaged, its sha256 was not {sha256}: it is removed, the next try fetches it anew"
             )
-        record.write_text(right)
+        with suppress(OSError):  # in a folder that others fill, it is read again each time
+            record.write_bytes(right)
     return folder
 
 
@@ -171,7 +175,7 @@ def published(url):
     try:
         with urllib.request.urlopen(pointer, timeout=60) as response:
             named = re.search(rb"^oid sha256:([0-9a-f]{64})$", response.read(CHUNK), re.MULTILINE)
-    except (OSError, http.client.HTTPException) as error:
+    except FAILURES as error:
         raise no_network(pointer, error, "it names the file's sha256") from None
     if not named:
         raise OSError(f"{pointer} names no sha256 of the file, which cannot be checked: use another --dataset")
@@ -179,7 +183,7 @@ def published(url):
 
 
 def no_network(url, error, kept):
-    reason = getattr(error, "reason", error)
+    reason = " ".join(str(getattr(error, "reason", error)).split())
     return OSError(
         f"{url} could not be fetched ({reason}): {kept}; --dataset=stories and --dataset=PATH need no download"
     )
@@ -208,11 +212,14 @@ def download(url, path):
                 if file.tell() < size:
                     raise ConnectionError(f"it ended after {file.tell():,} of {size:,} bytes")
                 file.truncate()
-    except (OSError, http.client.HTTPException) as error:
+    except FAILURES as error:
         kept = "what has arrived is kept"
         if getattr(error, "code", None) == 416:  # no such range
-            part.unlink()
+            part.unlink(missing_ok=True)
             kept = f"{part} was longer than the file and is removed"
         raise no_network(url, error, f"{kept}, the next try goes on from there") from None
-    if not path.exists():  # else another process was faster
-        os.replace(part, path)
+    if path.exists():  # another process was faster
+        part.unlink(missing_ok=True)
+    else:
+        with suppress(FileNotFoundError):  # faster still
+            os.replace(part, path)

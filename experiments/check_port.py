@@ -57,7 +57,10 @@ def read(path):
     try:
         with open(path, "rb") as file:
             entries = dict(np.load(file)) if path.endswith(".npz") else torch.load(file, "cpu", weights_only=True)
-        return {name: torch.as_tensor(value).detach() for name, value in entries.items()}
+        tensors = {str(name): torch.as_tensor(value).detach() for name, value in entries.items()}
+        for tensor in tensors.values():
+            tensor.double().numpy()  # as it will be used: sparse and quantized ones have no such thing
+        return tensors
     except Exception as error:  # whatever a damaged or foreign file provokes, it is the file that is wrong
         raise ValueError(f"{path} is not a .npz or torch file of arrays by name ({type(error).__name__})") from None
 
@@ -143,6 +146,7 @@ def port(cfg):
     x, y = entries["x"], entries["y"]
     need(x.ndim in (2, 3) and x.shape == y.shape, f"x {tuple(x.shape)} and y {tuple(y.shape)} are not both (B, T, C)")
     need(x.numel() and x.isfinite().all(), "x is empty or not finite")
+    need(y.any() and not y.isnan().all(), "y is zero everywhere, or nowhere a number: that tells nothing of the layer")
     return x.reshape(-1, *x.shape[-2:]), y.reshape(-1, *y.shape[-2:]), w, layer
 
 
@@ -197,7 +201,12 @@ def check(cfg):
     need(depth >= 0 or kind == "diff_v2", "lambda_init depends on which layer it is: give --layer, counted from 0")
     share = 1e-4 if y.dtype in (torch.float32, torch.float64) else 3e-2  # of the largest value: rounding, amplified
     x, y, how = x.double().numpy(), y.double().numpy(), (w, depth, n_head, n_kv_head, cfg.rope_theta)
-    right = np.stack([LAYERS[kind](one, *how)[0] for one in x])
+    try:
+        right = np.stack([LAYERS[kind](one, *how)[0] for one in x])
+    except OverflowError:
+        right = np.full_like(x, np.inf)
+    need(np.isfinite(right).all(), "these weights are too large: the paper's layer has no finite output")
+    need(right.any(), "x or these weights are such that the paper's layer puts out zeros: use random ones")
     steps, edits = mistakes(kind, n_head, n_kv_head)
     heads = n_head if kind == "diff_v2" else n_head // 2
 

@@ -200,6 +200,11 @@ def test_what_an_input_cannot_show_is_said(tmp_path):
         (lambda e: None, {"layer": -1}, ["--layer"]),
         (lambda e: e.update({"layers.3.q_proj.weight": torch.ones(2, 2)}), {}, ["layer=2", "layers, [-1, 3]"]),
         (lambda e: e.update(x="text"), {}, ["port.pt", "arrays by name"]),
+        (lambda e: e.update(x=e["x"].to_sparse()), {}, ["port.pt", "arrays by name"]),
+        (lambda e: e["y"].fill_(torch.nan), {}, ["nowhere a number"]),
+        (lambda e: e["y"].zero_(), {}, ["y is zero everywhere"]),
+        (lambda e: e["out_proj.weight"].zero_(), {}, ["puts out zeros", "random"]),
+        (lambda e: [e[n].fill_(9e9) for n in ("lambda_q1", "lambda_k1")], {}, ["too large", "no finite output"]),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_in_a_sentence(change, how, parts, tmp_path):

@@ -582,6 +582,69 @@ def test_a_file_that_was_right_is_not_read_again(publish, tmp_path, monkeypatch)
         assert not hashed
 
 
+def test_a_sum_that_was_noted_does_not_outlive_its_file(tmp_path, monkeypatch):
+    """The hub's file may be another by now; and a folder that others fill may be read-only."""
+    server = Server()
+    url = f"{server.url}/resolve/a.bin"
+    monkeypatch.setitem(corpora.SOURCES, "fineweb-edu", {"a.bin": (url, None)})
+
+    def put(body):
+        server.files["resolve/a.bin"] = body
+        server.files["raw/a.bin"] = b"oid sha256:" + hashlib.sha256(body).hexdigest().encode() + b"\n"
+
+    put(BODY)
+    path, record = (corpora.fetch("fineweb-edu", tmp_path) / name for name in ("a.bin", "a.bin.sha256"))
+    put(BODY[::-1])
+    path.unlink()
+    corpora.fetch("fineweb-edu", tmp_path)
+    assert path.read_bytes() == BODY[::-1]
+    for wrong in (b"\xff\xfe", b"0" * 64 + b" 1 2"):  # the second: no such sum
+        record.write_bytes(wrong)
+        if wrong[0] == 48:
+            with pytest.raises(OSError, match="was damaged"):
+                corpora.fetch("fineweb-edu", tmp_path)
+        corpora.fetch("fineweb-edu", tmp_path)
+        assert path.read_bytes() == BODY[::-1] and len(record.read_bytes()) > 66
+
+    def read_only(*_):
+        raise PermissionError
+
+    record.unlink()
+    monkeypatch.setattr(Path, "write_bytes", read_only)
+    corpora.fetch("fineweb-edu", tmp_path)
+    assert not record.exists()
+    server.close()
+
+
+def test_processes_that_find_one_damaged_file_all_say_so(publish, tmp_path):
+    publish("tinyshakespeare", {"tinyshakespeare.txt": BODY})
+    path = corpora.fetch("tinyshakespeare", tmp_path) / "tinyshakespeare.txt"
+    path.write_bytes(b"?")
+    digest, both = hashlib.sha256, threading.Barrier(2)
+
+    class Slow:
+        def __init__(self):
+            self.digest, self.update = digest(), lambda chunk: None
+
+        def hexdigest(self):
+            both.wait()
+            return "0"
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor() as pool:
+        patch.setattr(corpora.hashlib, "sha256", Slow)
+        errors = [pool.submit(corpora.fetch, "tinyshakespeare", tmp_path).exception for _ in range(2)]
+        assert all("was damaged" in str(error()) for error in errors)
+
+
+def test_a_server_that_sends_nonsense_is_named(tmp_path, monkeypatch):
+    class Nonsense(io.BytesIO):
+        status, headers = 200, {"Content-Length": "abc"}
+
+    monkeypatch.setattr(corpora.urllib.request, "urlopen", lambda *_, **__: Nonsense(b"x"))
+    with pytest.raises(OSError, match=r"http://x/y could not be fetched \(invalid literal.*--dataset=stories"):
+        corpora.download("http://x/y", tmp_path / "y")
+
+
 BODY = np.random.default_rng(0).bytes(300_000)
 
 

@@ -356,12 +356,37 @@ def test_what_byte_pairs_cannot_be_made_of_is_said():
         BPETokenizer.of_words([]).encode(" " * 1_500_000 + "x")
 
 
-@pytest.mark.parametrize("name", ["train.bin", "meta.json"])
-def test_a_damaged_cache_is_named(name, tmp_path, text_file):
+@pytest.mark.parametrize(
+    "name, body",
+    [
+        ("train.bin", b"ab"),
+        ("meta.json", b"ab"),
+        ("meta.json", b"[]"),
+        ("meta.json", b"5"),
+        ("meta.json", b"[" * 10**5),
+    ],
+)
+def test_a_damaged_cache_is_named(name, body, tmp_path, text_file):
     folder = data.load(str(text_file), cache=tmp_path).folder
-    (folder / name).write_bytes(b"ab")
+    (folder / name).write_bytes(body)
     with pytest.raises(ValueError, match=f"{folder.name} is damaged, remove it and it will be made again"):
         data.load(str(text_file), cache=tmp_path)
+
+
+def test_ids_that_no_vocabulary_has_are_named_when_they_are_drawn(tmp_path, text_file):
+    """Report 5, in a folder of our own: a large one is not read through at each start."""
+    dataset = data.load(str(text_file), cache=tmp_path)
+    path = dataset.folder / "train.bin"
+    path.write_bytes(b"\xff\x01" * (path.stat().st_size // 2))
+    with pytest.raises(ValueError, match=f"{dataset.folder.name} is damaged: it holds the id 511, but its vocabulary"):
+        data.load(str(text_file), cache=tmp_path).batch(0, 2, 8, 0)
+    few = Difficulty(train_stories=9, val_stories=9)
+    for ids in ("\xff\x01", "\x80\x00"):
+        dataset = data.load("stories", difficulty=few, cache=tmp_path)
+        path = dataset.folder / "val.bin"
+        path.write_bytes(ids.encode("latin-1") * (path.stat().st_size // 2))
+        with pytest.raises(ValueError, match="is damaged: its validation split is no text"):
+            data.load("stories", difficulty=few, cache=tmp_path).val_windows(4, 16)
 
 
 BYTES = [base64.b64encode(bytes([b])).decode() for b in range(256)]

@@ -400,6 +400,7 @@ def test_a_fourth_kind_is_a_class_and_an_entry(monkeypatch):
         (dict(attention="standard", n_head=6, n_kv_head=4), ["n_kv_head=4", "use 3"]),
         (dict(n_kv_head=-1), ["n_kv_head=-1"]),
         (dict(n_embd=0), ["n_embd=0", "at least 1"]),
+        (dict(n_embd=10**15), ["n_embd=1000000000000000", "at most"]),
         (dict(n_layer=0), ["n_layer=0"]),
         (dict(block_size=0), ["block_size=0"]),
         (dict(dropout=1.0), ["dropout=1.0"]),

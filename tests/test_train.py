@@ -638,12 +638,18 @@ FOREIGN = {
     "small moments": lambda s: s["optimizer"]["state"][0].update(exp_avg=torch.zeros(3)),
     "other moments": lambda s: s["optimizer"]["state"][0].update(exp_avg_sq=torch.zeros(7)),
     "fewer moments": lambda s: s["optimizer"]["state"].pop(0),
+    "sparse moments": lambda s: s["optimizer"]["state"][0].update(
+        exp_avg=s["optimizer"]["state"][0]["exp_avg"].to_sparse()
+    ),
     "no scaler": lambda s: s.pop("scaler"),
     "no batch size": lambda s: s["train_config"].pop("batch_size"),
     "no characters": lambda s: s["tokenizer"].pop("chars"),
     "fewer characters": lambda s: s["tokenizer"].update(chars="ab"),
     "step": lambda s: s.update(step="x"),
     "negative step": lambda s: s.update(step=-5),
+    "far step": lambda s: s.update(step=10**30),
+    "processes": lambda s: s.update(processes=None),
+    "vocabulary of GPT-2": lambda s: s["tokenizer"].update(kind="gpt2"),
     "best": lambda s: s.update(best_val_loss="x"),
     "window": lambda s: s["model_config"].update(block_size="x"),
     "rope": lambda s: s["model_config"].update(rope_theta=-1.0),
@@ -661,6 +667,22 @@ def test_a_foreign_checkpoint_is_refused_in_a_sentence(name, tiny):
     checkpoint.save("run/ckpt.pt", **state)
     with pytest.raises(ValueError, match="is not a checkpoint of this project|does not fit its weights"):
         train(tiny(out_dir="run", max_iters=4, resume=True))
+
+
+def test_the_optimizer_of_a_checkpoint_gives_its_moments_alone(tiny):
+    """What else it says, of itself or of a foreign one, is not the run's."""
+    ends = []
+    for foreign in (False, True):
+        train(tiny(out_dir=f"run{foreign}", max_iters=2))
+        state = checkpoint.load(f"run{foreign}/ckpt.pt")
+        if foreign:
+            for group in state["optimizer"]["param_groups"]:
+                group.update(maximize=True, weight_decay=5.0, amsgrad=True)
+                group.pop("betas")
+        checkpoint.save(f"run{foreign}/ckpt.pt", **state)
+        train(tiny(out_dir=f"run{foreign}", max_iters=4, resume=True))
+        ends.append(checkpoint.load(f"run{foreign}/ckpt.pt")["model"])
+    assert all(torch.equal(w, ends[1][name]) for name, w in ends[0].items())
 
 
 def test_a_kind_of_attention_that_model_py_does_not_have_is_named(tiny):
