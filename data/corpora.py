@@ -159,8 +159,7 @@ def fetch(name, folder):
                 digest.update(chunk)
                 bar.update(len(chunk))
         if digest.hexdigest() != sha256:
-            for wrong in (path, record):
-                wrong.unlink(missing_ok=True)  # another process may have found out too
+            path.unlink(missing_ok=True)  # another process may have found out too
             raise OSError(
                 f"{path} was damaged, its sha256 was not {sha256}: it is removed, the next try fetches it anew"
             )
