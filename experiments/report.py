@@ -194,8 +194,11 @@ def wrong(name):
         return f"{name}.json is of {', '.join(kinds)}, and needs standard first, diff and diff_v2"
     for kind, found in best.items():
         for setting, value in found["best"].items():
-            if kinds[kind][setting] != value:
-                return f"{name}.json has {setting}={kinds[kind][setting]} for {kind}, tune-shakespeare.json {value}"
+            has = kinds[kind][setting]
+            if isinstance(has, list):  # a width's
+                has = has[numbers["widths"].index(made["n_embd"])]
+            if has != value:
+                return f"{name}.json has {setting}={has} for {kind}, tune-shakespeare.json {value}"
     return ""
 
 

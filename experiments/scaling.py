@@ -6,9 +6,9 @@
 The paper's first figure at a hundred thousandth of the parameters, on the text and with the steps of the preset
 shakespeare. For each seed a line loss = a - b log(parameters) is drawn through the baseline; where another kind's loss
 at a size lies on it says how many parameters the baseline needs for that. Five sizes within a factor of sixteen do not
-say where the lines go beyond them: the fit is a ruler here, no law. All sizes of a kind share one learning rate, and
-init_std goes as the square root of 1 / width, so that activations stay as large; with --tuned they are what
-experiments.tune found best for that kind at the preset's own width.
+say where the lines go beyond them: the fit is a ruler here, no law. All sizes of a kind share one learning rate. With
+--tuned it is what experiments.tune found for the kind at the preset's own width, and at each other width the initial
+scale is tuned too, on a seed of its own: which one is best changes with width, and by more than the kinds differ.
 """
 
 import math
@@ -19,7 +19,7 @@ import numpy as np
 
 import experiments
 from config import TrainConfig, need
-from experiments import TUNED, paired, pm
+from experiments import paired, pm, tune
 from model import ATTENTIONS
 
 
@@ -29,35 +29,47 @@ class ScalingConfig:
     widths: tuple[int, ...] = (32, 48, 64, 96, 128)  # channels, in heads of 16 or 24
     seeds: int = 3  # runs of each
     first_seed: int = experiments.FIRST_SEED  # of these runs
-    tuned: bool = False  # each kind's own learning rate and initial scale, from tune-shakespeare.json
+    tuned: bool = False  # each kind's own learning rate from tune-shakespeare.json, and initial scale at each width
     quick: bool = False  # one seed, a quarter of the updates
     train: TrainConfig = field(default_factory=partial(experiments.preset, "shakespeare"))  # what all runs share
 
 
 def scaling(cfg):
-    """{"train", "seeds", "widths", "kinds": {kind: {"params": [a width's], "val_loss": [[a width's] of a seed]}}}"""
+    """{"train", "seeds", "widths", "kinds": {kind: {"learning_rate", "init_std": [a width's], "params": [a width's],
+    "val_loss": [[a width's] of a seed]}}}"""
     experiments.check(cfg, "n_embd", "n_head")
     need(len(set(cfg.widths)) > 2, f"widths={cfg.widths}: a line through losses needs at least 3 different ones")
     cfg = experiments.shortened(cfg)
     seeds = range(cfg.first_seed, cfg.first_seed + cfg.seeds)
-    kinds = {kind: {"params": [], "val_loss": [[] for _ in seeds]} for kind in cfg.kinds}
-    arms = experiments.arms(cfg.train, cfg.kinds, cfg.tuned)
+    arms, kinds = experiments.arms(cfg.train, cfg.kinds, cfg.tuned), {}
     for kind, arm in arms.items():
-        kinds[kind] |= {name: getattr(arm, name) for name in TUNED}
-    sizes = [{kind: sized(arm, width) for kind, arm in arms.items()} for width in cfg.widths]
+        kinds[kind] = {
+            "learning_rate": arm.learning_rate,
+            "init_std": [],
+            "params": [],
+            "val_loss": [[] for _ in seeds],
+        }
+    shapes = [dict(n_embd=width, n_head=2 * max(1, width // 32)) for width in cfg.widths]
+    sizes = [{kind: replace(arm, **shape) for kind, arm in arms.items()} for shape in shapes]
     for arm in (arm for of_width in sizes for arm in of_width.values()):
         arm.check()  # all of them before the first is trained
     for of_width in sizes:
+        if cfg.tuned:
+            of_width = {k: arm if arm.n_embd == cfg.train.n_embd else tuned(arm) for k, arm in of_width.items()}
+        for kind, arm in of_width.items():
+            kinds[kind]["init_std"].append(arm.init_std)
         for kind, seed, result in experiments.runs(of_width, seeds):
             kinds[kind]["val_loss"][seed - cfg.first_seed].append(result["val_loss"])
             kinds[kind]["params"] += [result["params"]] * (seed == cfg.first_seed)
     return {"train": asdict(cfg.train), "seeds": list(seeds), "widths": list(cfg.widths), "kinds": kinds}
 
 
-def sized(arm, width):
-    """A TrainConfig as wide as that."""
-    wider = math.sqrt(arm.n_embd / width)
-    return replace(arm, n_embd=width, n_head=2 * max(1, width // 32), init_std=arm.init_std * wider)
+def tuned(arm):
+    """A TrainConfig with the best of a few initial scales, by the last loss of a run with the first seed of tuning."""
+    seed = tune.TuneConfig().first_seed
+    tries = [replace(arm, init_std=factor * arm.init_std) for factor in tune.FACTORS]
+    print(f"\n--- {arm.attention}, {arm.n_embd} wide: which of {', '.join(f'{a.init_std:g}' for a in tries)}?")
+    return min(tries, key=lambda arm: tune.score([tune.last_loss(replace(arm, seed=seed, data_seed=seed))]))
 
 
 def line(params, losses):
@@ -100,13 +112,15 @@ def tables(numbers):
         ["validation loss", *(f"{width} wide" for width in numbers["widths"]), "falls by, if doubled", "off the line"]
     ]
     baseline, equal = next(iter(numbers["kinds"])), [["parameters for equal loss", "of the baseline's"]]
+    scales = [["init_std", *rows[0][1:-2]]]
     for kind, k in numbers["kinds"].items():
+        scales.append([kind, *(f"{std:g}" for std in k["init_std"])])
         fits = [line(k["params"], losses) for losses in k["val_loss"]]
         cells = [pm(losses) for losses in zip(*k["val_loss"])]
         rows.append([kind, *cells, pm([b * math.log(2) for _, b, _ in fits]), f"{max(off for *_, off in fits):.3f}"])
         if kind != baseline:
             equal.append([kind, said(needed(numbers, kind))])
-    return {"losses": rows} | ({"equal": equal} if len(equal) > 1 else {})
+    return {"losses": rows, "scales": scales} | ({"equal": equal} if len(equal) > 1 else {})
 
 
 def picture(numbers, path):

@@ -127,16 +127,24 @@ def test_sizes_and_variants_have_what_was_found_for_their_kind(monkeypatch, vari
     found = {"standard": (1e-3, 0.1), "diff": (2e-3, 0.05), "diff_v2": (4e-3, 0.2)}
     best = {kind: {"best": dict(zip(experiments.TUNED, values))} for kind, values in found.items()}
     experiments.save(experiments.RESULTS / "tune-stories.json", {"settings": asdict(USUAL), "kinds": best})
-    trained = []
+    trained, tried, factor = [], [], lambda cfg: {16: 2.0, 32: 0.5}[cfg.n_embd]
+
+    def try_out(cfg):
+        tried.append(cfg)
+        return {"val_loss": abs(cfg.init_std - factor(cfg) * found[cfg.attention][1])}
+
+    monkeypatch.setattr(tune, "trained", try_out)
     monkeypatch.setattr(experiments, "trained", lambda cfg: trained.append(cfg) or {"val_loss": 2.0, "params": 1})
-    scaling.scaling(scaling.ScalingConfig(widths=(16, 32, 64), seeds=1, tuned=True, train=USUAL))
+    numbers = scaling.scaling(scaling.ScalingConfig(widths=(16, 32, 64), seeds=1, tuned=True, train=USUAL))
     assert len(trained) == 9 and {cfg.n_embd for cfg in trained} == {16, 32, 64}
     arms = ablations.arms(USUAL, tuned=True)
     kinds = {name: name for name in found} | {name: "diff" for name in arms if name.startswith("diff_")}
     kinds |= {name: "diff_v2" for name in arms if name.startswith("diff_v2")}
-    for cfg in trained:  # init_std as the square root of 1 / width
+    for cfg in trained:  # narrower ones have an initial scale of their own
         rate, std = found[cfg.attention]
-        assert (cfg.learning_rate, cfg.init_std) == (rate, pytest.approx(std * (USUAL.n_embd / cfg.n_embd) ** 0.5))
+        assert (cfg.learning_rate, cfg.init_std) == (rate, std * (1 if cfg.n_embd == USUAL.n_embd else factor(cfg)))
+    assert numbers["kinds"]["diff"]["init_std"] == [0.1, 0.025, 0.05]
+    assert {cfg.seed for cfg in tried} == {tune.TuneConfig().first_seed} and len(tried) == 2 * 3 * 3
     bare = arms.pop("diff_no_norm, init_std of standard")
     assert (bare.attention, bare.learning_rate, bare.init_std) == ("diff_no_norm", 2e-3, 0.1)
     for name, cfg in arms.items():
@@ -336,7 +344,8 @@ def test_a_kind_that_needs_fewer_parameters_and_a_copy_of_the_baseline():
 
     kinds = {"standard": losses(1), "better": losses(0.8), "same": losses(1, noise=0.01)}
     numbers = {"seeds": [0, 1, 2], "widths": [1, 2, 3, 4],
-               "kinds": {kind: {"params": params, "val_loss": found} for kind, found in kinds.items()}}  # fmt: skip
+               "kinds": {kind: {"init_std": [0.1] * 4, "params": params, "val_loss": found}
+                         for kind, found in kinds.items()}}  # fmt: skip
     assert scaling.needed(numbers, "better") == pytest.approx([0.8] * 3)
     a, b, off = scaling.line(params, kinds["standard"][0])
     assert (a, b, off) == (pytest.approx(4), pytest.approx(0.2), pytest.approx(0, abs=1e-9))
