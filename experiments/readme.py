@@ -2,8 +2,8 @@
 
     python -m experiments.readme
 
-The comment <!-- compare-shakespeare: losses --> is followed by the table "losses" of experiments.compare, from
-results/compare-shakespeare.json; <!-- report: claims --> by what experiments.report prints.
+The comment <!-- compare-stories: losses --> is followed by the table "losses" of experiments.compare, from
+results/compare-stories.json; <!-- report: claims --> by what experiments.report prints.
 """
 
 import re
