@@ -6,12 +6,13 @@ import torch
 
 
 class KVCache:
-    """Rotated keys and values of one layer, so that a new token costs one row of attention."""
+    """Rotated keys and values of one layer, so that a new token costs one row of attention; and its lambda, if one
+    serves all tokens."""
 
     def __init__(self, size):
         self.size = size  # tokens
         self.length = 0  # tokens held
-        self.k = self.v = None
+        self.k = self.v = self.lam = None
 
     def append(self, k, v):
         """(B, heads, T, width) twice -> the same for all S tokens so far."""
@@ -21,6 +22,12 @@ class KVCache:
         self.k[:, :, new], self.v[:, :, new] = k, v
         self.length = new.stop
         return self.k[:, :, : new.stop], self.v[:, :, : new.stop]
+
+    def once(self, lam):
+        """lam() of the first call."""
+        if self.lam is None:
+            self.lam = lam()
+        return self.lam
 
 
 @torch.inference_mode()

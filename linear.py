@@ -1,4 +1,4 @@
-"""x W^T as nn.Linear computes it, and on all threads of a CPU while a text is written."""
+"""x W^T as nn.Linear computes it, and in another order while a text is written."""
 
 import torch
 import torch.nn as nn
@@ -6,20 +6,20 @@ import torch.nn.functional as F
 
 
 class Linear(nn.Linear):
-    """nn.Linear without a bias. New tokens are few rows, and BLAS multiplies few rows on one thread: so while a text is
-    written (in inference mode), W is cut into as many pieces of equally many rows as there are threads, without a copy,
-    and the products are a batch. Rows may be left over. The sizes from which it pays are measured in LOG.md."""
+    """nn.Linear without a bias. New tokens are few rows, for which BLAS is slow to read W, and for one row on one
+    thread. So while a text is written (in inference mode) on a CPU, W x^T is computed, with W cut, without a copy, in
+    as many pieces of equally many rows as there are threads, at least two; some may be left over. Measured: LOG.md."""
 
     def __init__(self, in_features, out_features):
         super().__init__(in_features, out_features, bias=False)
 
     def forward(self, x):
-        few = x.numel() <= 64 * self.in_features and self.weight.numel() > 2**15 and x.device.type == "cpu"
-        pieces = torch.get_num_threads() if few and torch.is_inference_mode_enabled() else 1
-        if pieces == 1:
+        few = x.numel() <= 8 * self.in_features and self.weight.numel() > 2**16 and x.is_cpu
+        if not (few and torch.is_inference_mode_enabled()):
             return super().forward(x)
+        pieces = max(2, torch.get_num_threads())
         rows = self.out_features // pieces * pieces
         W = self.weight[:rows].view(pieces, -1, self.in_features)
-        y = torch.bmm(x.flatten(0, -2).expand(pieces, -1, -1), W.mT)  # (pieces, rows of x, rows / pieces)
-        y = y.transpose(0, 1).reshape(*x.shape[:-1], rows)
+        y = torch.bmm(W, x.reshape(-1, self.in_features).mT.expand(pieces, -1, -1))  # (pieces, rows / pieces, N)
+        y = y.flatten(0, 1).mT.unflatten(0, x.shape[:-1])
         return y if rows == self.out_features else torch.cat((y, F.linear(x, self.weight[rows:])), dim=-1)

@@ -71,24 +71,26 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size))
         self.eps = eps
 
-    def forward(self, x, factor=1.0):
-        return F.rms_norm(upcast(x), self.weight.shape, factor * upcast(self.weight), self.eps).type_as(x)
+    def forward(self, x, factor=None):
+        weight = upcast(self.weight) if factor is None else factor * upcast(self.weight)
+        return F.rms_norm(upcast(x), weight.shape, weight, self.eps).type_as(x)
 
 
 def rope_table(cfg, start, end, like):
-    """RoPE's cos and sin for positions start .. end - 1, each (T, D/2), on the device of `like` and in its type
-    or float32. RoFormer, arXiv 2104.09864, eq. 15."""
+    """RoPE's cos and sin for positions start .. end - 1, each (T, D), on the device of `like` and in its type or
+    float32; the first half of sin is negative, see `rotate`. RoFormer, arXiv 2104.09864, eq. 15."""
     kind = dict(device=like.device, dtype=torch.promote_types(like.dtype, torch.float32))
     frequency = cfg.rope_theta ** (-torch.arange(0, cfg.head_size, 2, **kind) / cfg.head_size)  # radians a token
     angle = torch.outer(torch.arange(start, end, **kind), frequency)
-    return angle.cos(), angle.sin()
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def rotate(x, rope):
-    """RoPE: turns channel pair (j, j + D/2) of x (B, heads, T, D) by its token's j-th angle."""
+    """RoPE: turns channel pair (x1, x2) = (j, j + D/2) of x (B, heads, T, D) by its token's j-th angle, to
+    (x1 cos - x2 sin, x2 cos + x1 sin). These are the half-split pairs; the official code has (2j, 2j + 1)."""
     cos, sin = rope
-    x1, x2 = x.chunk(2, dim=-1)  # the half-split pairing; the official code pairs (2j, 2j + 1)
-    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).type_as(x)
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin).type_as(x)  # roll: (x2, x1)
 
 
 # --- Attention itself -------------------------------------------------------------------------
@@ -109,6 +111,8 @@ def shared(t, H):
 def softmax_map(q, k):
     """One attention map: (B, H, T, D), (B, G, S, D) -> (B, H, T, S), each row a distribution over tokens."""
     (B, H, T, D), S = q.shape, k.shape[2]
+    if T == 1:  # a new token sees all keys so far
+        return upcast(q * D**-0.5 @ shared(k, H).mT).softmax(dim=-1)
     mask = causal_mask(T, S, like=q).expand(B * H, T, S)
     q, k = q.reshape(B * H, T, D), shared(k, H).reshape(B * H, S, D)
     scores = torch.baddbmm(mask, q, k.mT, alpha=D**-0.5)  # q k^T / sqrt(D) + mask, in one pass over the map
@@ -127,7 +131,7 @@ def fused(q1, k1, q2, k2, v, lam):
     """y = A1 V - lam (A2 V), the same thing by linearity. Memory linear in T."""
     y = flash(q1, k1, v)
     if q2 is not None:
-        y = y - lam[..., None] * flash(q2, k2, v)
+        y = y + -lam[..., None] * flash(q2, k2, v)  # to take it off would store one more gradient
     return y
 
 
@@ -236,13 +240,14 @@ class DiffAttention(Attention):
 
     def lam(self):
         q1, k1, q2, k2 = map(upcast, (self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2))
-        return (q1 * k1).sum().exp() - (q2 * k2).sum().exp() + self.lambda_init
+        return q1.dot(k1).exp() - q2.dot(k2).exp() + self.lambda_init
 
     def operands(self, x, rope, cache=None):
         q, k, v = self.qkv(x, rope, cache)
         # Head i is the pair (2i, 2i + 1), of queries and of keys alike. Pair first and share after:
         # when grouped queries share keys, a head's two maps still use the two keys of their own pair.
-        return q[:, 0::2], k[:, 0::2], q[:, 1::2], k[:, 1::2], v, self.lam()
+        lam = cache.once(self.lam) if cache else self.lam()
+        return q[:, 0::2], k[:, 0::2], q[:, 1::2], k[:, 1::2], v, lam
 
     def finish(self, y):
         return self.subln(y, factor=1 - self.lambda_init)

@@ -140,7 +140,9 @@ def test_two_mistakes_are_named(names, tmp_path):
 
 def interleaved(x, rope):
     """RoPE as the official code pairs channels, by complex numbers."""
-    z = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * torch.complex(*rope)
+    z = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * torch.complex(
+        *(t.chunk(2, dim=-1)[1] for t in rope)
+    )
     return torch.view_as_real(z).flatten(-2)
 
 
