@@ -6,18 +6,32 @@
 Shows where each path of model.py pays, and so where its rule, `fastest`, should change from one to the other.
 """
 
+import contextlib
 import math
+import statistics
 import sys
+import warnings
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 from experiments.measure import DEVICE, afresh, clock, interleaved, mixed_precision, peak_mib
 from model import ATTENTIONS, BLOCKS_UNTIL, GPTConfig, blocks, eager, fastest, fused, rope_table
 
+
+def unpadded(q1, k1, q2, k2, v, lam):
+    """`fused`, but for the zeros that it pads q and k with. Few kernels take values of another width."""
+    sdpa = partial(F.scaled_dot_product_attention, is_causal=True)
+    return sdpa(q1, k1, v) - lam[..., None] * sdpa(q2, k2, v)
+
+
 PATHS = {"fastest": fastest, "eager": eager, "fused": fused, "blocks": blocks}
+BACKENDS = ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH")  # of PyTorch's SDPA
 LENGTHS = (256, 1024, 2048, 4096, 8192, 16384)  # tokens
 LONGEST_OF_MAPS = 8192  # tokens: what paths that keep whole maps are asked for
 
@@ -42,7 +56,7 @@ def attention_pass(path, T):
     kind = dict(device=DEVICE, dtype=torch.bfloat16 if DEVICE == "cuda" else torch.float32, requires_grad=True)
     q1, k1, q2, k2, v = (torch.randn(1, 1, T, width, **kind) for width in (64, 64, 64, 64, 128))
     lam, start = torch.tensor(0.8, **kind), clock()
-    PATHS[path](q1, k1, q2, k2, v, lam).sum().backward()
+    {**PATHS, "unpadded": unpadded}[path](q1, k1, q2, k2, v, lam).sum().backward()
     return clock() - start
 
 
@@ -84,13 +98,31 @@ def attention(lengths, rounds):
     table = {}
     for T in (T for T in lengths if T <= LONGEST_OF_MAPS):
         ms = milliseconds(attention_pass, {path: (path, T) for path in PATHS}, rounds)
-        peak = {path: afresh(peak_of_attention, path, T) for path in PATHS}
+        # a process takes 5 % more or less than the next, as its allocator has it
+        peak = {path: statistics.median(afresh(peak_of_attention, path, T) for _ in range(5)) for path in PATHS}
         table[T] = {
             path: {"ms": ms[path], "ms_to_eager": ms[path] / ms["eager"],
                    "peak_mib": peak[path], "peak_to_eager": peak[path] / peak["eager"]}
             for path in PATHS
         }  # fmt: skip
     return table
+
+
+def backends(T, rounds):
+    """Attention alone by each of SDPA's backends: {"path, backend": ms, or None if PyTorch has no such kernel here}."""
+
+    def by(backend, path, T):
+        with sdpa_kernel(SDPBackend.__members__[backend]):
+            return attention_pass(path, T)
+
+    cases, taken = [(backend, path, T) for path in ("fused", "unpadded") for backend in BACKENDS], {}
+    for case in cases:
+        with warnings.catch_warnings(), contextlib.suppress(RuntimeError):
+            warnings.simplefilter("ignore")  # they say why a kernel refuses
+            by(*case)
+            taken[case] = case
+    ms = milliseconds(by, taken, rounds)
+    return {f"{path}, {backend}": ms.get((backend, path, T)) for backend, path, T in cases}
 
 
 def milliseconds(function, cases, rounds):
@@ -117,9 +149,11 @@ def tables(numbers):
     for path in PATHS:
         rows = [row[path] for row in numbers["attention"].values()]
         alone.append([path, *(f"{row['ms_to_eager']:.2f} / {row['peak_to_eager']:.3f}" for row in rows)])
+    backend = [["attention alone, by backend of SDPA", "ms"]]
+    backend += [[name, "refused" if ms is None else f"{ms:.0f}"] for name, ms in numbers["backends"].items()]
     kernel = [["path", "kernel of the backward pass"]]
     kernel += [[path, ", ".join(names)] for path, names in numbers["kernels"].items()]
-    return {"layer": layer, "attention": alone, "kernel": kernel}
+    return {"layer": layer, "attention": alone, "backend": backend, "kernel": kernel}
 
 
 def picture(numbers, path):
@@ -160,6 +194,7 @@ def main():
     numbers = {"device": DEVICE, "rounds": cfg.rounds}
     lengths = [T for T in LENGTHS if T <= cfg.longest]
     numbers["layers"], numbers["attention"] = layers(lengths, cfg.rounds), attention(lengths, cfg.rounds)
+    numbers["backends"] = backends(min(cfg.longest, 4096), cfg.rounds)
     numbers["kernels"] = {f"{kind}, {path}": kernels(kind, path) for kind in ATTENTIONS for path in PATHS}
     experiments.save(experiments.RESULTS / "length.json", numbers)
     numbers = experiments.load("length")

@@ -187,6 +187,18 @@ def test_kernels_are_named(kind):
     assert length.kernels(kind, "fastest", T=1025) == ["_scaled_dot_product_flash_attention_for_cpu_backward"]
 
 
+def test_backends_that_refuse_are_said_to():
+    """Flash wants values as wide as keys: that is what the zeros are for. On a CPU there are two kernels."""
+    if torch.cuda.is_available():
+        pytest.skip("this names the CPU's kernels; on CUDA they have others")
+    ms = length.backends(T=32, rounds=1)
+    assert {name for name, value in ms.items() if value} == {"fused, FLASH_ATTENTION", "fused, MATH", "unpadded, MATH"}
+    assert len(ms) == 8
+    q1, k1, q2, k2, v = (torch.randn(1, 2, 9, width, dtype=torch.float64) for width in (4, 4, 4, 4, 8))
+    operands = q1, k1, q2, k2, v, torch.tensor(0.3, dtype=torch.float64)
+    torch.testing.assert_close(length.unpadded(*operands), eager(*operands), rtol=0, atol=1e-12)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="a process's peak memory is read from /proc")
 @pytest.mark.parametrize("kind", ATTENTIONS)
 def test_memory_is_linear_when_fused(kind):
