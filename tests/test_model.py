@@ -11,7 +11,7 @@ import model
 from config import check_model
 from generation import KVCache, pick
 from linear import Linear
-from model import ATTENTIONS, GPT, GPTConfig, blocks, eager, fastest, fused, rope_table
+from model import ATTENTIONS, GPT, DiffAttention, GPTConfig, blocks, eager, fastest, fused, rope_table
 
 KINDS = list(ATTENTIONS)
 SMALL = GPTConfig(block_size=16, vocab_size=31, n_layer=3, n_head=4, n_embd=24, emb_std=0.1)
@@ -306,6 +306,16 @@ def test_products_with_few_rows_are_cut(shape, monkeypatch):
         threads = 1  # one row is slow to multiply in one piece, even so
         linear(x)
     assert cut == [((2, 2, 20000), (2, 20000, 2))]
+
+
+def test_lambda_is_computed_once_while_a_text_is_written(monkeypatch):
+    calls, lam = [], DiffAttention.lam
+    monkeypatch.setattr(DiffAttention, "lam", lambda self: calls.append(0) or lam(self))
+    gpt = GPT(replace(SMALL, attention="diff", n_layer=3)).eval()
+    gpt.generate(ids(1, 5), 6)
+    assert len(calls) == 3
+    gpt(ids(1, 5))  # without a cache, always: it changes with every update
+    assert len(calls) == 6
 
 
 def test_window_restarts_from_its_last_half():
