@@ -113,7 +113,7 @@ def softmax_map(q, k):
     (B, H, T, D), S = q.shape, k.shape[2]
     if T == 1:  # a new token sees all keys so far
         return upcast(q * D**-0.5 @ shared(k, H).mT).softmax(dim=-1)
-    mask = causal_mask(T, S, like=q).expand(B * H, T, S)
+    mask = causal_mask(T, S, like=q)
     q, k = q.reshape(B * H, T, D), shared(k, H).reshape(B * H, S, D)
     scores = torch.baddbmm(mask, q, k.mT, alpha=D**-0.5)  # q k^T / sqrt(D) + mask, in one pass over the map
     return upcast(scores).softmax(dim=-1).view(B, H, T, S)

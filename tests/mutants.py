@@ -58,7 +58,7 @@ def mutations(node):
         case ast.Constant(int(value)):  # never -value: an axis counted from its other end is the same axis
             yield from map(ast.Constant, (value + 1, value - 1))
         case ast.Constant(float(value)):
-            yield from map(ast.Constant, (value + 1, value - 1, value * 2, -value))
+            yield from map(ast.Constant, (value + 1, value - 1, value * 2, *[-value] * (value != 0)))
         case ast.UnaryOp() | ast.BinOp() | ast.BoolOp() | ast.IfExp():  # one part alone
             yield from (part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr))
         case ast.Tuple(elements) | ast.List(elements):
@@ -66,7 +66,8 @@ def mutations(node):
         case ast.Slice():
             for name, bound in ast.iter_fields(node):
                 if bound is not None:
-                    yield changed(node, **{name: None})
+                    if ast.unparse(bound) != "0":  # x[0:] is x[:]
+                        yield changed(node, **{name: None})
                     yield changed(node, **{name: ast.BinOp(bound, ast.Add(), ast.Constant(1))})
         case ast.Call(function, arguments, keywords):
             yield from (changed(node, args=swapped) for swapped in swaps(arguments))

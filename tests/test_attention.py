@@ -343,10 +343,11 @@ def test_walk_through_says_what_it_shows():
     assert all(float(error) < 1e-9 for _, error in errors)
 
 
+@pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("name, error", [("diff_attention_loops", 1e-11), ("diff_attention_backward", 1e-6)])
-def test_walk_through_would_see_a_mistake(name, error, monkeypatch):
+def test_walk_through_would_see_a_mistake(name, error, sign, monkeypatch):
     original = getattr(reference, name)
-    monkeypatch.setattr(reference, name, lambda *args: [part + error for part in original(*args)])
+    monkeypatch.setattr(reference, name, lambda *args: [part + sign * error for part in original(*args)])
     with pytest.raises(AssertionError):
         reference.walk_through()
 
