@@ -90,7 +90,7 @@ def rotate(x, rope):
     """RoPE: turns channel pair (x1, x2) = (j, j + D/2) of x (B, heads, T, D) by its token's j-th angle, to
     (x1 cos - x2 sin, x2 cos + x1 sin). These are the half-split pairs; the official code has (2j, 2j + 1)."""
     cos, sin = rope
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin).type_as(x)  # roll: (x2, x1)
+    return torch.addcmul(x.roll(x.shape[-1] // 2, dims=-1) * sin, x, cos).type_as(x)  # roll: (x2, x1), contiguous
 
 
 # --- Attention itself -------------------------------------------------------------------------
