@@ -149,8 +149,10 @@ def tables(numbers):
     for path in PATHS:
         rows = [row[path] for row in numbers["attention"].values()]
         alone.append([path, *(f"{row['ms_to_eager']:.2f} / {row['peak_to_eager']:.3f}" for row in rows)])
-    backend = [["attention alone, by backend of SDPA", "ms"]]
-    backend += [[name, "refused" if ms is None else f"{ms:.0f}"] for name, ms in numbers["backends"].items()]
+    backend = [["attention alone, ms by kernel of SDPA", *BACKENDS]]
+    for path in ("fused", "unpadded"):
+        taken = [numbers["backends"][f"{path}, {name}"] for name in BACKENDS]
+        backend.append([path, *("refused" if ms is None else f"{ms:.0f}" for ms in taken)])
     kernel = [["path", "kernel of the backward pass"]]
     kernel += [[path, ", ".join(names)] for path, names in numbers["kernels"].items()]
     return {"layer": layer, "attention": alone, "backend": backend, "kernel": kernel}
