@@ -131,7 +131,7 @@ def fused(q1, k1, q2, k2, v, lam):
     """y = A1 V - lam (A2 V), the same thing by linearity. Memory linear in T."""
     y = flash(q1, k1, v)
     if q2 is not None:
-        y = y + -lam[..., None] * flash(q2, k2, v)  # to take it off would store one more gradient
+        y = y + -lam[..., None] * flash(q2, k2, v)  # y - lam .. would store the gradient's negative too
     return y
 
 
