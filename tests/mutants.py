@@ -66,7 +66,7 @@ def mutations(node):
         case ast.Slice():
             for name, bound in ast.iter_fields(node):
                 if bound is not None:
-                    if ast.unparse(bound) != "0":  # x[0:] is x[:]
+                    if (name, ast.unparse(bound)) != ("lower", "0"):  # x[0:] is x[:]
                         yield changed(node, **{name: None})
                     yield changed(node, **{name: ast.BinOp(bound, ast.Add(), ast.Constant(1))})
         case ast.Call(function, arguments, keywords):
