@@ -3,12 +3,9 @@
 Every process holds the whole model, computes its share of each batch, and averages its gradients with the others'
 (PyTorch's DistributedDataParallel), so that all of them always hold equal weights. Whatever ends a run, they agree
 on, so that none waits for one that is gone; and only the first of them speaks and writes files.
-
-Also the signals that end a run, be it of one process or of many.
 """
 
 import os
-import signal
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 
@@ -112,26 +109,3 @@ def join():
 def gone(error):
     """Whether PyTorch's error says that another process of the run is gone, so that this one cannot go on either."""
     return isinstance(error, dist.DistError) or "gloo" in str(error)  # gloo's are RuntimeErrors and no more
-
-
-class StopOnSignal:
-    """Within it, the first SIGINT, SIGTERM or SIGHUP (a closed terminal, unless nohup has it ignored) only sets
-    `signum`, so that the loop can save; a second one kills."""
-
-    def __enter__(self):
-        self.signum, self.old, signals = 0, {}, [signal.SIGINT, signal.SIGTERM]
-        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-            signals.append(signal.SIGHUP)
-        try:
-            self.old = {s: signal.signal(s, self.handle) for s in signals}
-        except ValueError:  # not in the main thread: signals are not ours to handle
-            pass
-        return self
-
-    def handle(self, signum, frame):
-        self.signum = signum
-        self.__exit__()
-
-    def __exit__(self, *_):
-        for s, handler in self.old.items():
-            signal.signal(s, handler)

@@ -14,6 +14,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from signals import end_in_a_line
+
+if __name__ == "__main__":
+    end_in_a_line("sample.py")
+
 import torch
 
 import checkpoint
@@ -101,8 +106,6 @@ def main():
         sample(tyro.cli(SampleConfig, description=__doc__))
     except BrokenPipeError:  # the reader has enough, as in `python sample.py | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except KeyboardInterrupt:
-        sys.exit(130)
     except (ValueError, OSError) as error:
         sys.exit(f"sample.py: {error}")
 

@@ -17,6 +17,11 @@ from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from signals import StopOnSignal, end_in_a_line
+
+if __name__ == "__main__":
+    end_in_a_line("train.py")
+
 import numpy as np
 import torch
 from tqdm import tqdm
@@ -27,7 +32,7 @@ import data
 import foreign
 from config import MAY_CHANGE, PRESETS, TrainConfig, need
 from device import PEAK_FLOPS, compiled, made_with, precision
-from distributed import ALONE, StopOnSignal, gone, join
+from distributed import ALONE, gone, join
 from evaluate import evaluate
 from health import LARGEST_LAMBDA, Health, diverged
 from model import BLOCKS_UNTIL, GPT
@@ -236,8 +241,6 @@ def train(cfg, team=ALONE):
                 break
 
             start = time.perf_counter()
-            # dropout's stream: the same after an interruption, another one in each process
-            torch.manual_seed((cfg.seed * 1_000_003 + step) * 1009 + team.rank)
             rate = learning_rate(step, cfg)
             for group in optimizer.param_groups:
                 group["lr"] = rate
@@ -245,8 +248,11 @@ def train(cfg, team=ALONE):
             pieces, mine = cfg.gradient_accumulation_steps * team.size, slice(team.rank, None, team.size)
             rows = dataset.batch(step, cfg.batch_size * pieces, cfg.block_size, cfg.data_seed)
             total = 0.0
-            for i, (x, y) in enumerate(zip(*(np.split(a, pieces)[mine] for a in rows)), start=1):
-                with team.averaging(forward, now=i == cfg.gradient_accumulation_steps):
+            for i, (x, y) in enumerate(zip(*(np.split(a, pieces)[mine] for a in rows))):
+                # dropout's masks: each piece has its own, whichever process has it and whatever came before
+                piece = [cfg.seed, step, i * team.size + team.rank]
+                torch.manual_seed(int(np.random.SeedSequence(piece).generate_state(1, np.uint64)[0]))
+                with team.averaging(forward, now=i + 1 == cfg.gradient_accumulation_steps):
                     with autocast:
                         _, loss = forward(to_device(x, device), to_device(y, device))
                     scaler.scale(loss / cfg.gradient_accumulation_steps).backward()
@@ -336,8 +342,6 @@ def main():
                 raise
             lost = "train.py: another process of this run is gone: go on from its last ckpt.pt with --resume"
             sys.exit(lost if team.rank < 2 else 1)  # the second speaks too: the first may be the one that is gone
-        except KeyboardInterrupt:
-            sys.exit(130)
         if "interrupted" in result:
             run = result["out_dir"]
             print(f"stopped by signal {result['interrupted']}, saved update {result['steps']} in {run}/ckpt.pt")
