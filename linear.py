@@ -1,21 +1,27 @@
-"""x W^T as nn.Linear computes it, and in another order while a text is written."""
+"""x W^T as nn.Linear computes it, and in another order while a text is written on an AMD CPU."""
+
+from pathlib import Path
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+CPU = Path("/proc/cpuinfo")  # on Linux
+# MKL reads W slowly on a CPU that is not Intel's. On Intel's the other order is the slow one. Measured: LOG.md.
+OTHER_ORDER = torch.backends.mkl.is_available() and CPU.exists() and "AuthenticAMD" in CPU.read_text()
+
 
 class Linear(nn.Linear):
-    """nn.Linear without a bias. New tokens are few rows, for which BLAS is slow to read W, and for one row on one
-    thread. So while a text is written (in inference mode) on a CPU, W x^T is computed, with W cut, without a copy, in
-    as many pieces of equally many rows as there are threads, at least two; some may be left over. Measured: LOG.md."""
+    """nn.Linear without a bias. New tokens are few rows, for which MKL reads W at a fifth of memory's speed on an AMD
+    CPU. There, while a text is written (in inference mode), W x^T is computed, with W cut, without a copy, in as many
+    pieces of equally many rows as there are threads, at least two; some may be left over."""
 
     def __init__(self, in_features, out_features):
         super().__init__(in_features, out_features, bias=False)
 
     def forward(self, x):
         few = x.numel() <= 8 * self.in_features and self.weight.numel() > 2**16 and x.is_cpu
-        if not (few and torch.is_inference_mode_enabled()):
+        if not (OTHER_ORDER and few and torch.is_inference_mode_enabled()):
             return super().forward(x)
         pieces = max(2, torch.get_num_threads())
         rows = self.out_features // pieces * pieces

@@ -284,6 +284,7 @@ def test_generation_draws_from_the_whole_distribution_unless_told():
 def test_products_with_few_rows_are_cut(shape, monkeypatch):
     cut, bmm = [], torch.bmm
     threads = 9
+    monkeypatch.setattr("linear.OTHER_ORDER", True)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(torch, "bmm", lambda W, x: cut.append((tuple(W.shape), tuple(x.shape))) or bmm(W, x))
     x, rows = torch.randn(*shape, 192, dtype=torch.float64), math.prod(shape)
@@ -306,6 +307,10 @@ def test_products_with_few_rows_are_cut(shape, monkeypatch):
         threads = 1  # one row is slow to multiply in one piece, even so
         linear(x)
     assert cut == [((2, 2, 20000), (2, 20000, 2))]
+    monkeypatch.setattr("linear.OTHER_ORDER", False)
+    with torch.inference_mode():
+        linear(x)
+    assert len(cut) == 1
 
 
 def test_lambda_is_computed_once_while_a_text_is_written(monkeypatch):
