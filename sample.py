@@ -8,16 +8,16 @@
 A checkpoint is enough: no data folder, and any device will do.
 """
 
+from process import begin
+
+if __name__ == "__main__":
+    begin("sample.py")
+
 import codecs
 import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-
-from signals import end_in_a_line
-
-if __name__ == "__main__":
-    end_in_a_line("sample.py")
 
 import torch
 

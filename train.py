@@ -10,17 +10,17 @@ From Python: train(TrainConfig(...)) returns the numbers. The batches of a run d
 the step alone, so two runs that differ in the model see the same text in the same order.
 """
 
+from process import StopOnSignal, begin
+
+if __name__ == "__main__":
+    begin("train.py")
+
 import math
 import sys
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
-
-from signals import StopOnSignal, end_in_a_line
-
-if __name__ == "__main__":
-    end_in_a_line("train.py")
 
 import numpy as np
 import torch

@@ -198,9 +198,10 @@ def main():
     numbers["layers"], numbers["attention"] = layers(lengths, cfg.rounds), attention(lengths, cfg.rounds)
     numbers["backends"] = backends(min(cfg.longest, 4096), cfg.rounds)
     numbers["kernels"] = {f"{kind}, {path}": kernels(kind, path) for kind in ATTENTIONS for path in PATHS}
-    experiments.save(experiments.RESULTS / "length.json", numbers)
-    numbers = experiments.load("length")
-    picture(numbers, experiments.RESULTS / "length.png")
+    name = "length" + "-changed" * (cfg != LengthConfig())  # no result of the settings that a reader expects
+    experiments.save(experiments.RESULTS / f"{name}.json", numbers)
+    numbers = experiments.load(name)
+    picture(numbers, experiments.RESULTS / f"{name}.png")
     for rows in tables(numbers).values():
         print()
         experiments.print_table(rows)

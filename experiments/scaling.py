@@ -65,11 +65,19 @@ def scaling(cfg):
 
 
 def tuned(arm):
-    """A TrainConfig with the best of a few initial scales, by the last loss of a run with the first seed of tuning."""
+    """A TrainConfig with the initial scale that is best by the last loss of a run with the first seed of tuning: of a
+    few, and of those beyond while the best lies at an edge."""
     seed = tune.TuneConfig().first_seed
-    tries = [replace(arm, init_std=factor * arm.init_std) for factor in tune.FACTORS]
-    print(f"\n--- {arm.attention}, {arm.n_embd} wide: which of {', '.join(f'{a.init_std:g}' for a in tries)}?")
-    return min(tries, key=lambda arm: tune.score([tune.last_loss(replace(arm, seed=seed, data_seed=seed))]))
+    losses, tries = {}, [factor * arm.init_std for factor in tune.FACTORS]
+    while tries:
+        print(f"\n--- {arm.attention}, {arm.n_embd} wide: which of {', '.join(f'{std:g}' for std in tries)}?")
+        for std in tries:
+            cfg = replace(arm, init_std=std, seed=seed, data_seed=seed)
+            losses[std] = tune.score([tune.last_loss(cfg)])
+        best = min(losses, key=losses.get)
+        at_edge = best in (min(losses), max(losses)) and math.isfinite(losses[best])
+        tries = [std for std in (best / 2, best * 2) if at_edge and std not in losses]
+    return replace(arm, init_std=best)
 
 
 def line(params, losses):

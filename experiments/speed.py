@@ -202,7 +202,8 @@ def main():
         numbers["shapes"][name] = {"batch_size": batch_size, "tokens": shape.block_size, "models": models}
     print("measuring generation", file=sys.stderr)
     numbers["generation"] = generation([*ATTENTIONS, *peers], cfg.tokens)
-    experiments.save(experiments.RESULTS / "speed.json", numbers)
+    name = "speed" + "-changed" * (cfg != SpeedConfig(peer=cfg.peer))  # no result of the settings that a reader expects
+    experiments.save(experiments.RESULTS / f"{name}.json", numbers)
     for rows in tables(numbers).values():
         print()
         experiments.print_table(rows)

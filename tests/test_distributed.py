@@ -194,6 +194,7 @@ def test_each_process_has_a_gpu_of_its_own(monkeypatch):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # where a shell's background jobs ignore it
     data.CACHE = Path("cache")  # like the fixture
     if "LOST" in os.environ:
         torch.optim.AdamW.step = deadly

@@ -127,7 +127,7 @@ def test_sizes_and_variants_have_what_was_found_for_their_kind(monkeypatch, vari
     found = {"standard": (1e-3, 0.1), "diff": (2e-3, 0.05), "diff_v2": (4e-3, 0.2)}
     best = {kind: {"best": dict(zip(experiments.TUNED, values))} for kind, values in found.items()}
     experiments.save(experiments.RESULTS / "tune-stories.json", {"settings": asdict(USUAL), "kinds": best})
-    trained, tried, factor = [], [], lambda cfg: {16: 2.0, 32: 0.5}[cfg.n_embd]
+    trained, tried, factor = [], [], lambda cfg: {16: 4.0, 32: 0.5}[cfg.n_embd]
 
     def try_out(cfg):
         tried.append(cfg)
@@ -143,8 +143,9 @@ def test_sizes_and_variants_have_what_was_found_for_their_kind(monkeypatch, vari
     for cfg in trained:  # narrower ones have an initial scale of their own
         rate, std = found[cfg.attention]
         assert (cfg.learning_rate, cfg.init_std) == (rate, std * (1 if cfg.n_embd == USUAL.n_embd else factor(cfg)))
-    assert numbers["kinds"]["diff"]["init_std"] == [0.1, 0.025, 0.05]
-    assert {cfg.seed for cfg in tried} == {tune.TuneConfig().first_seed} and len(tried) == 2 * 3 * 3
+    assert numbers["kinds"]["diff"]["init_std"] == [0.2, 0.025, 0.05]
+    assert {cfg.seed for cfg in tried} == {tune.TuneConfig().first_seed}
+    assert len(tried) == 3 * (5 + 4)  # the best lies at an edge, twice at 16 channels
     bare = arms.pop("diff_no_norm, init_std of standard")
     assert (bare.attention, bare.learning_rate, bare.init_std) == ("diff_no_norm", 2e-3, 0.1)
     for name, cfg in arms.items():
