@@ -139,6 +139,8 @@ def picture(numbers, path):
                 a, b, _ = line(k["params"], own)
                 axes.plot(k["params"], a - b * np.log(k["params"]), color=drawn.get_color(), alpha=0.3)
         axes.set(xscale="log", xlabel="parameters", ylabel="validation loss, nats a token")
+        axes.set_xticks(k["params"], [f"{n / 1000:,.0f} K" for n in k["params"]])
+        axes.minorticks_off()
         axes.legend()
 
 
