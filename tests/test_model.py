@@ -10,7 +10,7 @@ import torch
 import model
 from config import check_model
 from generation import KVCache, pick
-from linear import Linear
+from linear import Linear, mkl_on_amd
 from model import ATTENTIONS, GPT, DiffAttention, GPTConfig, blocks, eager, fastest, fused, rope_table
 
 KINDS = list(ATTENTIONS)
@@ -311,6 +311,18 @@ def test_products_with_few_rows_are_cut(shape, monkeypatch):
     with torch.inference_mode():
         linear(x)
     assert len(cut) == 1
+
+
+def test_the_order_of_a_product_depends_on_the_cpu(tmp_path, monkeypatch):
+    cpu = tmp_path / "cpuinfo"
+    monkeypatch.setattr("torch.backends.mkl.is_available", lambda: True)
+    assert not mkl_on_amd(cpu)  # not on Linux
+    for vendor, amd in (("AuthenticAMD", True), ("GenuineIntel", False)):
+        cpu.write_text(f"processor: 0\nvendor_id: {vendor}\n")
+        assert mkl_on_amd(cpu) == amd
+    cpu.write_text("vendor_id: AuthenticAMD")
+    monkeypatch.setattr("torch.backends.mkl.is_available", lambda: False)
+    assert not mkl_on_amd(cpu)
 
 
 def test_lambda_is_computed_once_while_a_text_is_written(monkeypatch):
