@@ -25,6 +25,7 @@ import torch._dynamo  # AdamW imports it; once, here, and not in every process  
 import checkpoint
 import data
 from config import TrainConfig
+from process import begin
 from run_log import read_log
 from train import train
 
@@ -55,11 +56,10 @@ def start(cfg):
     try:
         signal.alarm(120)  # seconds; nothing here takes so long
         signal.signal(signal.SIGINT, signal.default_int_handler)  # where a shell's background jobs ignore it
-        sys.stdout = open(os.devnull, "w")
+        sys.stdout, os.environ["RANK"] = open(os.devnull, "w"), "1"  # so that no signal is announced
+        begin("train.py")
         result = train(replace(cfg, resume=(Path(cfg.out_dir) / "ckpt.pt").exists()))
         status = 128 + result["interrupted"] if "interrupted" in result else 0
-    except KeyboardInterrupt:
-        status = 130
     except BaseException:
         traceback.print_exc()
     finally:
