@@ -43,12 +43,13 @@ def interrupted(program, module, sent, folder, ignored=False, times=1, closed=""
     return done
 
 
-@pytest.mark.parametrize("program", ["train.py", "sample.py"])
-@pytest.mark.parametrize("module", ["torch", "tyro"])
-@pytest.mark.parametrize("sent, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_before_the_first_update_is_one_line(program, module, sent, code, tmp_path):
+@pytest.mark.parametrize("program, module, sent", [
+    ("train.py", "torch", signal.SIGINT), ("train.py", "tyro", signal.SIGTERM),
+    ("sample.py", "torch", signal.SIGTERM), ("sample.py", "tyro", signal.SIGINT),
+])  # fmt: skip
+def test_a_signal_before_the_first_update_is_one_line(program, module, sent, tmp_path):
     done = interrupted(program, module, sent, tmp_path, times=2)
-    assert done.returncode == code, done.stderr
+    assert done.returncode == 128 + sent, done.stderr
     assert done.stderr == f"\n{program}: stopped by signal {int(sent)}; what was saved before is whole\n"
     assert done.stdout == "" and not list(tmp_path.iterdir())
 
@@ -61,7 +62,7 @@ def test_a_signal_that_is_ignored_stays_so(tmp_path, monkeypatch):
     assert listened("SIGINT", "SIGTERM", "SIGHUP", "SIGNONE") == [signal.SIGINT]
 
 
-@pytest.mark.parametrize("closed", ["<&- >&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("closed", ["<&- >&-", "<&- >&- 2>&-"])
 def test_streams_may_be_closed(closed, tmp_path):
     done = interrupted("sample.py", "torch", signal.SIGTERM, tmp_path, closed=closed)
     assert done.returncode == 143 and ("stopped by" in done.stderr) == ("2>" not in closed), done.stderr
