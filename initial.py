@@ -11,7 +11,7 @@ def initialize(model, seed):
     """The embedding N(0, emb_std), other matrices N(0, init_std), those that end a residual branch divided by
     sqrt(2 n_layer) as in GPT-2, norm gains 1, lambda vectors N(0, 0.1) (section 2.1 of the paper).
 
-    Tokens start much larger than what the branches add to them: at equal scales a small model takes
+    On stories tokens start much larger than what the branches add to them: at equal scales a small model takes
     several times as long to look anything up, or never does (LOG.md).
     Lambda vectors must not be zero: each one's gradient is a multiple of its partner. A tensor's
     values depend on the seed and its name only, so kinds start from equal weights where they share them.

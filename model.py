@@ -12,7 +12,7 @@ SwiGLU, no biases. One equation covers all of them (Ye et al. 2024, arXiv 2410.0
 
 Shapes: B batch, T new tokens, S tokens attended to, C = n_embd, H = n_head, D = C / H (the head size, the
 paper's d), V vocabulary. Read from top to bottom: every name is known when it is used. Beside it: linear.py (a
-product), initial.py (the first values), blocks.py (attention in blocks), generation.py (the cache, sampling).
+product), initial.py (the first values), blocks.py (attention in blocks), dropout.py, generation.py (the cache).
 """
 
 import math
@@ -24,6 +24,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from blocks import in_blocks
+from dropout import Dropout
 from generation import stream
 from initial import initialize
 from linear import Linear
@@ -42,7 +43,7 @@ class GPTConfig:
     dropout: float = 0.0  # probability, on embeddings and residual branches
     attention: str = "diff"  # a key of ATTENTIONS
     init_std: float = 0.1  # of every matrix at the start but the embedding
-    emb_std: float = 0.5  # of the token embedding at the start
+    emb_std: float = 0.1  # of the token embedding at the start; TrainConfig has 0.5 for stories
     rope_theta: float = 10000.0  # RoPE's base wavelength, tokens / (2 pi)
     tie_embeddings: bool = True  # one matrix reads tokens in and scores them at the end
 
@@ -300,11 +301,11 @@ class Block(nn.Module):
         self.attn = ATTENTIONS[cfg.attention](cfg, layer)
         self.mlp_norm = RMSNorm(cfg.n_embd)
         self.mlp = SwiGLU(cfg)
-        self.dropout = nn.Dropout(cfg.dropout)
+        self.attn_drop, self.mlp_drop = (Dropout(cfg.dropout, place=2 * layer + i) for i in (1, 2))
 
-    def forward(self, x, rope, cache=None):
-        x = x + self.dropout(self.attn(self.attn_norm(x), rope, cache))
-        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+    def forward(self, x, rope, cache=None, keys=None):
+        x = x + self.attn_drop(self.attn(self.attn_norm(x), rope, cache), keys)
+        return x + self.mlp_drop(self.mlp(self.mlp_norm(x)), keys)
 
 
 class GPT(nn.Module):
@@ -312,7 +313,7 @@ class GPT(nn.Module):
         super().__init__()
         self.cfg = cfg
         self.tok_emb = nn.Embedding(cfg.vocab_size, cfg.n_embd)
-        self.dropout = nn.Dropout(cfg.dropout)
+        self.dropout = Dropout(cfg.dropout, place=0)
         self.blocks = nn.ModuleList(Block(cfg, layer) for layer in range(cfg.n_layer))
         self.norm = RMSNorm(cfg.n_embd)
         self.lm_head = Linear(cfg.n_embd, cfg.vocab_size)
@@ -320,18 +321,18 @@ class GPT(nn.Module):
             self.lm_head.weight = self.tok_emb.weight
         initialize(self, seed)
 
-    def features(self, idx, caches=None):
-        """(B, T) ids of the next T tokens, any T -> (B, T, C), what the head scores."""
-        x = self.dropout(self.tok_emb(idx))
+    def features(self, idx, caches=None, keys=None):
+        """(B, T) ids of the next T tokens, any T -> (B, T, C), what the head scores. keys (B,): see Dropout."""
+        x = self.dropout(self.tok_emb(idx), keys)
         past = caches[0].length if caches else 0
         rope = rope_table(self.cfg, past, past + idx.shape[1], like=x)
         for block, cache in zip(self.blocks, caches or [None] * len(self.blocks)):
-            x = block(x, rope, cache)
+            x = block(x, rope, cache, keys)
         return self.norm(x)
 
-    def forward(self, idx, targets=None):
+    def forward(self, idx, targets=None, keys=None):
         """(B, T) ids -> logits (B, T, V), and with targets (B, T) the mean loss, nats a token; -1 is skipped."""
-        logits = self.lm_head(self.features(idx))
+        logits = self.lm_head(self.features(idx, keys=keys))
         if targets is None:
             return logits, None
         return logits, F.cross_entropy(upcast(logits).flatten(0, 1), targets.flatten(), ignore_index=-1)

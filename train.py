@@ -33,6 +33,7 @@ import foreign
 from config import MAY_CHANGE, PRESETS, TrainConfig, need
 from device import PEAK_FLOPS, compiled, made_with, precision
 from distributed import ALONE, gone, join
+from dropout import keys_of
 from evaluate import evaluate
 from health import LARGEST_LAMBDA, Health, diverged
 from model import BLOCKS_UNTIL, GPT
@@ -171,7 +172,8 @@ def train(cfg, team=ALONE):
 
     forward = model
     if cfg.compile == "on" or (cfg.compile == "auto" and device.type == "cuda"):
-        batch = [to_device(a, device) for a in dataset.batch(step, cfg.batch_size, cfg.block_size, cfg.data_seed)]
+        batch = *dataset.batch(0, cfg.batch_size, cfg.block_size, cfg.data_seed), keys_of(0, cfg.batch_size, cfg.seed)
+        batch = [to_device(a, device) for a in batch]
         with cost.in_words(needs):
             forward = team.together(lambda: compiled(model, batch, autocast, cfg.compile))
     forward = team.share(forward)
@@ -246,15 +248,12 @@ def train(cfg, team=ALONE):
                 group["lr"] = rate
             # A step's batch is drawn whole, then cut: how many pieces must not change what is seen.
             pieces, mine = cfg.gradient_accumulation_steps * team.size, slice(team.rank, None, team.size)
-            rows = dataset.batch(step, cfg.batch_size * pieces, cfg.block_size, cfg.data_seed)
-            total = 0.0
-            for i, (x, y) in enumerate(zip(*(np.split(a, pieces)[mine] for a in rows))):
-                # dropout's masks: each piece has its own, whichever process has it and whatever came before
-                piece = [cfg.seed, step, i * team.size + team.rank]
-                torch.manual_seed(int(np.random.SeedSequence(piece).generate_state(1, np.uint64)[0]))
+            x, y = dataset.batch(step, cfg.batch_size * pieces, cfg.block_size, cfg.data_seed)
+            keys, total = keys_of(step, len(x), cfg.seed), 0.0
+            for i, piece in enumerate(zip(*(np.split(a, pieces)[mine] for a in (x, y, keys)))):
                 with team.averaging(forward, now=i + 1 == cfg.gradient_accumulation_steps):
                     with autocast:
-                        _, loss = forward(to_device(x, device), to_device(y, device))
+                        _, loss = forward(*(to_device(a, device) for a in piece))
                     scaler.scale(loss / cfg.gradient_accumulation_steps).backward()
                 total += loss.detach() / pieces
             scaler.unscale_(optimizer)
@@ -275,7 +274,7 @@ def train(cfg, team=ALONE):
                 elif scaler.get_scale() < 1 and not math.isfinite(norm):
                     raise diverged(step, "gradient norm", norm, run, model)
             seconds += time.perf_counter() - start
-            counted += rows[0].size
+            counted += x.size
             if step == timed < cfg.max_iters and bar.disable:  # on a terminal the bar says it
                 bar.write(f"update {step}: about {duration(seconds / 10 * (cfg.max_iters - step))} of training left")
             if step % cfg.log_interval == 0:

@@ -28,7 +28,8 @@ RUNS = checkpoint.RUNS / "experiments"
 
 ROOT = Path(__file__).parent.parent
 # What a run's numbers come from, as it was imported: a file that changes meanwhile is another run's.
-NAMES = "model.py linear.py initial.py blocks.py train.py evaluate.py health.py device.py run_log.py data/*.py".split()
+NAMES = """model.py linear.py initial.py blocks.py dropout.py train.py evaluate.py health.py device.py run_log.py
+    data/*.py""".split()
 NAMED = [path for name in NAMES for path in sorted(ROOT.glob(name))]
 CODE = {path: path.read_bytes() for path in NAMED}
 

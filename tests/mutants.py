@@ -23,7 +23,7 @@ import pytest
 import torch._dynamo  # with all of torch; once, here, and not in every process  # noqa: F401
 
 ROOT = Path(__file__).parent.parent
-FILES = ["model.py", "blocks.py", "generation.py", "initial.py", "linear.py", "attention_numpy.py"]
+FILES = ["model.py", "blocks.py", "generation.py", "initial.py", "linear.py", "dropout.py", "attention_numpy.py"]
 ROUNDS = ["attention model", "run_log cost cases check_port export"]  # of tests; those left out are slow
 OTHERS = {  # operators: a name, and the names that may stand in its place
     "Add": "Sub", "Sub": "Add", "Mult": "Div", "Div": "Mult", "FloorDiv": "Mult", "Mod": "FloorDiv", "Pow": "Mult",

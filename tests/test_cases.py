@@ -364,7 +364,7 @@ def test_the_compiler_sees_one_shape(tiny, monkeypatch):
     """39: evaluation, maps and samples take the model as it is, so that nothing is compiled again."""
     seen = set()
     monkeypatch.setattr(
-        torch, "compile", lambda model: lambda x, y: (seen.add((*x.shape, model.training)), model(x, y))[1]
+        torch, "compile", lambda model: lambda *batch: (seen.add((*batch[0].shape, model.training)), model(*batch))[1]
     )
     cfg = tiny(compile="on", gradient_accumulation_steps=2, eval_windows=7)
     report(cfg, train(cfg))

@@ -4,11 +4,14 @@ import math
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
+import dropout
 import model
-from config import check_model
+from config import TrainConfig, check_model
+from dropout import Dropout
 from generation import KVCache, pick
 from linear import Linear, mkl_on_amd
 from model import ATTENTIONS, GPT, DiffAttention, GPTConfig, blocks, eager, fastest, fused, rope_table
@@ -130,9 +133,9 @@ def test_every_matrix_has_the_spread_of_its_role(kind):
         assert len(lambdas) == 2 * 4 and torch.cat(lambdas).std().item() == pytest.approx(0.1, rel=0.1)
 
 
-def test_by_default_tokens_start_five_times_as_large_as_other_matrices():
+def test_tokens_of_stories_start_five_times_as_large_as_other_matrices():
     """What makes a small model look things up (LOG.md)."""
-    start = GPT(GPTConfig(n_embd=256)).state_dict()
+    start = GPT(TrainConfig(n_embd=256).resolved().model_config()).state_dict()
     ratio = start["tok_emb.weight"].std() / start["blocks.0.attn.q_proj.weight"].std()
     assert ratio.item() == pytest.approx(5, rel=0.05)
 
@@ -207,13 +210,63 @@ def test_dropout_is_on_embeddings_and_branches(monkeypatch):
     """Here it doubles the embeddings and leaves nothing of the branches, so that only the embeddings arrive."""
     gpt, x, seen = GPT(replace(SMALL, dropout=0.3)), ids(2, 5), []
 
-    def dropout(x, p, training, inplace):
-        seen.append((p, training))
+    def forward(dropout, x, keys):
+        seen.append((dropout.p, dropout.training, dropout.place, keys))
         return 2 * x if len(seen) == 1 else 0 * x
 
-    monkeypatch.setattr(torch.nn.functional, "dropout", dropout)
-    assert torch.equal(gpt.features(x), gpt.norm(2 * gpt.tok_emb(x)))
-    assert seen == [(0.3, True)] * (1 + 2 * SMALL.n_layer)
+    monkeypatch.setattr(Dropout, "forward", forward)
+    assert torch.equal(gpt.features(x, keys="keys"), gpt.norm(2 * gpt.tok_emb(x)))
+    assert seen == [(0.3, True, place, "keys") for place in range(1 + 2 * SMALL.n_layer)]
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_masks_of_dropout_look_drawn(p):
+    """Neighbours in a row, rows of neighbouring keys and places of a model: as often equal as if drawn by lot."""
+    keys, ones = torch.arange(32), torch.ones(32, 48, 64)
+    kept = torch.stack([Dropout(p, place)(ones, keys).flatten(1) for place in range(6)])  # (place, row, position)
+    torch.testing.assert_close(kept.unique(), torch.tensor([0, 1 / (1 - p)]))
+    m = ((kept == 0).double() - p) / math.sqrt(p * (1 - p))  # mean 0, variance 1
+    n = m.shape[2]
+    rows, places = m[0] @ m[0].T / n, torch.einsum("prn,qrn->pqr", m, m) / n
+    pairs = [rows[~torch.eye(32, dtype=bool)], places[~torch.eye(6, dtype=bool)].flatten()]
+    lags = [(m[..., :-lag] * m[..., lag:]).mean(dim=2).flatten() for lag in (1, 2, 7, 63, 64, 65)]
+    for mean in (m.mean(dim=2).flatten(), *pairs, *lags):  # each of about N(0, 1 / n)
+        assert mean.abs().max() * math.sqrt(n) < 5 and 0.8 < mean.std() * math.sqrt(n) < 1.2
+
+
+def lowbias32(n):
+    """C. Wellons' hash, of Python's whole numbers."""
+    n = ((n ^ n >> 16) * 0x7FEB352D) % 2**32
+    n = ((n ^ n >> 15) * 0x846CA68B) % 2**32
+    return n ^ n >> 16
+
+
+def test_masks_of_dropout_are_the_same_everywhere():
+    """Number by number: a run that goes on elsewhere, or years later, has the same ones."""
+    keys = [0, 1, 2**31, 2**32 - 1]
+    for place, p in ((0, 0.5), (7, 0.25)):
+        kept = Dropout(p, place)(torch.ones(4, 9, 10), torch.tensor(keys)) != 0
+        rows = [lowbias32((key + 0x1E3779B1 * place) % 2**32) for key in keys]
+        assert kept.flatten(1).tolist() == [
+            [lowbias32(row ^ position) % 2**31 >= p * 2**31 for position in range(90)] for row in rows
+        ]
+    assert dropout.keys_of(3, 2, 1).tolist() == np.random.SeedSequence([1, 3, 1]).generate_state(2).tolist()
+
+
+def test_masks_of_dropout_belong_to_rows():
+    """However a batch is cut, in whatever type; keys that are not given are drawn."""
+    drop, x, keys = Dropout(0.5, 2), torch.randn(6, 5, 8, requires_grad=True), torch.arange(2**32 - 6, 2**32)
+    y = drop(x, keys)
+    assert torch.equal(y, torch.cat([drop(*piece) for piece in zip(x.split([1, 2, 3]), keys.split([1, 2, 3]))]))
+    assert torch.equal((y != 0).double(), drop(torch.ones_like(x, dtype=torch.float64), keys) / 2)
+    assert drop(x.bfloat16(), keys).dtype == torch.bfloat16
+    y.sum().backward()
+    assert torch.equal(x.grad, 2.0 * (y != 0))
+    torch.manual_seed(0)
+    first, second = drop(x), drop(x)
+    torch.manual_seed(0)
+    assert torch.equal(drop(x), first) and not torch.equal(first, second)
+    assert drop.eval()(x, keys) is x and Dropout(0.0, 2)(x, keys) is x
 
 
 @pytest.mark.parametrize("kind", KINDS)
