@@ -50,7 +50,8 @@ class IclConfig:
     sets: int = 10  # of examples, each with labels of its own; of each set, all other words are asked for
     orders: int = 10  # of each set, of each sort
     quick: bool = False  # one seed, a quarter of the updates
-    train: TrainConfig = field(default_factory=partial(TrainConfig, max_iters=3000, emb_std=0.5))  # of the models
+    # of the models: with two heads some of any kind are still learning at the end
+    train: TrainConfig = field(default_factory=partial(TrainConfig, n_head=4, max_iters=3000, emb_std=0.5))
 
 
 def episode(draw, shots):
