@@ -205,3 +205,28 @@ def check_model(cfg):
     nearest = min(legal, key=lambda n: abs(n - cfg.kv_heads))
     even = " and be even, since a pair of heads needs two keys" * (unit == 2)
     need(cfg.kv_heads in legal, f"n_kv_head={cfg.n_kv_head} must divide n_head={H}{even}: use {nearest}")
+
+
+def can_go_on(cfg, state, processes):
+    """Raises ValueError with one sentence if a TrainConfig cannot go on with a checkpoint in so many processes."""
+    need(
+        cfg.max_iters >= state["step"],
+        f"max_iters={cfg.max_iters} is less than the {state['step']} updates that {cfg.out_dir} has made: use more",
+    )
+    need("optimizer" in state, f"{cfg.out_dir}/ckpt.pt has weights alone, as best.pt has: use --init_from")
+    old = state["train_config"]
+    for name in old:
+        new = getattr(cfg, name, None)
+        need(
+            name in MAY_CHANGE or new == old[name],
+            f"{name}={new!r} cannot change on --resume: it was {old[name]!r}",
+        )
+    ours = processes * cfg.batch_size * cfg.gradient_accumulation_steps
+    theirs = state.get("processes", 1) * old["batch_size"] * old["gradient_accumulation_steps"]
+    times, rest = divmod(theirs, processes * cfg.batch_size)
+    need(
+        ours == theirs,
+        f"processes={processes} x batch_size={cfg.batch_size} x gradient_accumulation_steps="
+        f"{cfg.gradient_accumulation_steps} is {ours} windows an update, this run has {theirs}: "
+        + (f"use --gradient_accumulation_steps={times}" if not rest else "another --batch_size can make it so"),
+    )

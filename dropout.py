@@ -24,7 +24,7 @@ class Dropout(nn.Module):
         if keys is None:
             keys = torch.randint(2**31, x.shape[:1], device=x.device)
         row = mixed(keys.int() + ODD * self.place)
-        position = torch.arange(x[0].numel(), dtype=torch.int32, device=x.device).view(x.shape[1:])
+        position = torch.arange(x.shape[1:].numel(), dtype=torch.int32, device=x.device).view(x.shape[1:])
         uniform = mixed(row[:, None, None] ^ position) & (2**31 - 1)  # 0 .. 2^31 - 1
         return torch.where(uniform < int(self.p * 2**31), 0, x / (1 - self.p))
 

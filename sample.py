@@ -52,12 +52,15 @@ class SampleConfig:
 
 
 def read_prompt(start):
-    """The text that `start` stands for. Raises ValueError or OSError with one sentence."""
+    """The text that `start` stands for. Raises ValueError with one sentence."""
     path = start.removeprefix("FILE:")
     if path == start:
         path, raw = "on the command line", os.fsencode(start)
     else:
-        raw = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+        try:
+            raw = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+        except OSError as error:
+            raise ValueError(f"start={start!r} cannot be read ({error.strerror}): name a file of text") from None
     try:
         return raw.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as e:

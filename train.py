@@ -30,7 +30,7 @@ import checkpoint
 import cost
 import data
 import foreign
-from config import MAY_CHANGE, PRESETS, TrainConfig, need
+from config import PRESETS, TrainConfig, can_go_on, need
 from device import PEAK_FLOPS, compiled, made_with, precision
 from distributed import ALONE, gone, join
 from dropout import keys_of
@@ -80,21 +80,7 @@ def starting_point(cfg, processes):
         if any((Path(cfg.out_dir) / name).exists() for name in ("config.json", "log.jsonl")):
             checkpoint.read_config(cfg.out_dir, TrainConfig)  # else they are another program's
     if cfg.resume:
-        need("optimizer" in state, f"{cfg.out_dir}/ckpt.pt has weights alone, as best.pt has: use --init_from")
-        old = state["train_config"]
-        for name in old:
-            new = getattr(cfg, name, None)
-            need(
-                name in MAY_CHANGE or new == old[name],
-                f"{name}={new!r} cannot change on --resume: it was {old[name]!r}",
-            )
-        ours = processes * cfg.batch_size * cfg.gradient_accumulation_steps
-        theirs = state.get("processes", 1) * old["batch_size"] * old["gradient_accumulation_steps"]
-        need(
-            ours == theirs,
-            f"processes={processes} x batch_size={cfg.batch_size} x gradient_accumulation_steps="
-            f"{cfg.gradient_accumulation_steps} is {ours} windows an update: this run has {theirs}, make it so",
-        )
+        can_go_on(cfg, state, processes)
     if not (goes_on or cfg.out_dir):
         cfg = replace(cfg, out_dir=str(checkpoint.free_name(f"{Path(cfg.dataset).stem}-{cfg.attention}")))
 
@@ -180,17 +166,21 @@ def train(cfg, team=ALONE):
 
     # The folder, which the first process alone writes
     run = Path(cfg.out_dir)
-    if team.first:
+
+    def claimed():
+        if not team.first:
+            return nullcontext()
         run.mkdir(parents=True, exist_ok=True)
-    kind = EventLog if cfg.log == "tensorboard" else Log
-    log = team.together(lambda: kind(run, step if cfg.resume else None) if team.first else nullcontext())
-    if team.first:
+        log = (EventLog if cfg.log == "tensorboard" else Log)(run, step if cfg.resume else None)
         checkpoint.write_config(run, asdict(replace(cfg, resume=False)))
         if not cfg.resume:
             log.append(
                 **made_with(gpu or device.type), processes=team.size, params=params, params_standard=standard,
                 flops_per_token=flops, entropy=entropy,
             )  # fmt: skip
+        return log
+
+    log = team.together(claimed)
 
     def note(**record):
         if team.first:
@@ -342,9 +332,9 @@ def main():
             lost = "train.py: another process of this run is gone: go on from its last ckpt.pt with --resume"
             sys.exit(lost if team.rank < 2 else 1)  # the second speaks too: the first may be the one that is gone
         if "interrupted" in result:
-            run = result["out_dir"]
+            run, start = result["out_dir"], f"torchrun --nproc_per_node={team.size}" if team.size > 1 else "python"
             print(f"stopped by signal {result['interrupted']}, saved update {result['steps']} in {run}/ckpt.pt")
-            print(f"go on: python train.py --resume --out_dir={run}; or: python sample.py --latest --out_dir={run}")
+            print(f"go on: {start} train.py --resume --out_dir={run}; or: python sample.py --latest --out_dir={run}")
             sys.exit(128 + result["interrupted"])
 
 

@@ -59,7 +59,8 @@ class Dataset:
         counts = [count for _, _, count in self.files[split]]
         if max(counts) <= block_size:
             where = " in its longest file" * (len(counts) > 1)
-            shorter = f"--block_size={max(counts) - 1} or less, or " * (max(counts) > 1)
+            fits = min(max(count for _, _, count in files) for files in self.files.values()) - 1  # in either split
+            shorter = f"--block_size={fits} or less, or " * (fits > 0)
             raise ValueError(
                 f"the {split} split has {max(counts):,} tokens{where}, too few for block_size={block_size}:"
                 f" use {shorter}a longer text"
@@ -181,6 +182,8 @@ def load(name, tokenizer="auto", bpe_vocab_size=1024, difficulty=None, cache=Non
         path = corpora.fetch(name, cache) / "tinyshakespeare.txt"
     else:
         path = Path(name)
+    if path.suffix == ".bin":
+        raise ValueError(f"dataset={name!r} is a file of token ids, not a text: name its folder, {str(path.parent)!r}")
     if not path.is_file():
         names = ", ".join(["stories", "shakespeare", *corpora.SOURCES])
         raise ValueError(f"dataset={name!r} is none of {names}, and no text file or folder of token files that exists")
@@ -192,7 +195,7 @@ def load(name, tokenizer="auto", bpe_vocab_size=1024, difficulty=None, cache=Non
     if not 0 < cut < count:
         raise ValueError(f"{name} holds {count} characters, too few to train on")
     texts = {"train": partial(corpora.pieces, path, 0, cut), "val": partial(corpora.pieces, path, cut)}
-    key = f"{path.stem}-{kind}-{digest.hexdigest()[:12]}"
+    key = f"{path.stem[:50]}-{kind}-{digest.hexdigest()[:12]}"
     return _open(cache / key, lambda: _prepare_text(texts, tokenizer, bpe_vocab_size))
 
 

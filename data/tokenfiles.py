@@ -67,14 +67,14 @@ def describe(folder, tokenizer="auto"):
         except (LookupError, TypeError, AttributeError, RecursionError, ValueError) as error:
             why = type(error).__name__ if type(error) is not ValueError else error  # the last is ours, a sentence
             raise ValueError(f"{path} does not describe a tokenizer ({why}): {way_out}") from None
-    elif tokenizer == "auto" and (folder / "meta.pkl").exists():
+    elif tokenizer != "gpt2" and (folder / "meta.pkl").exists():
         raise ValueError(f"{folder / 'meta.pkl'} is a pickle, which could run code, and is never read: {way_out}")
-    own = tokenizers.from_dict(meta["tokenizer"])
+    largest = largest_id(chain(*files.values()))
+    if largest < 256 and tokenizer != "gpt2" and not path.exists():  # GPT-2's first 256 ids are single bytes
+        raise ValueError(f"{folder} has {largest} as its largest id, so it is not GPT-2's: {way_out}")
     if tokenizer not in ("auto", kind):
         raise ValueError(f"tokenizer={tokenizer!r}: the ids in {folder} are those of {kind}, use --tokenizer=auto")
-    largest = largest_id(chain(*files.values()))
+    own = tokenizers.from_dict(meta["tokenizer"])
     if largest >= own.vocab_size:
         raise ValueError(f"{folder} holds the id {largest}, but its vocabulary ({kind}) has only {own.vocab_size}")
-    if largest < 256 and tokenizer == "auto" and not path.exists():  # GPT-2's first 256 ids are single bytes
-        raise ValueError(f"{folder} has {largest} as its largest id, so it is not GPT-2's: {way_out}")
     return meta, own, files

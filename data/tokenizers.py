@@ -144,7 +144,7 @@ class GPT2Tokenizer(BPETokenizer):
             files = " and ".join(f"{url} as {hashlib.sha1(url.encode()).hexdigest()}" for url in GPT2_FILES)
             raise OSError(
                 f"GPT-2's vocabulary could not be fetched ({type(error).__name__}): put {files} into a folder,"
-                f" and name that folder in TIKTOKEN_CACHE_DIR (now {folder}), or use --tokenizer=char"
+                f" and name that folder in TIKTOKEN_CACHE_DIR (now {folder}); a text can do with --tokenizer=char"
             ) from None
 
     def first(self):

@@ -22,7 +22,7 @@ NEEDED = {
     "compare-shakespeare-tuned": (SHAKESPEARE, 5), "scaling-tuned": (SHAKESPEARE, 3),
     "ablations-tuned": (replace(SHAKESPEARE, max_iters=1000), 3),
     "anatomy-shakespeare-tuned": (SHAKESPEARE, 3), "retrieval": (STORIES, 5), "outliers": (STORIES, 3),
-    "icl": (replace(STORIES, max_iters=3000), 3),
+    "icl": (replace(STORIES, n_head=4, max_iters=3000), 3),
 }  # fmt: skip
 NEITHER = "not distinguishable"
 # What an experiment sets itself, run by run; icl has a text of its own besides.

@@ -337,15 +337,19 @@ def test_characters_of_nanogpt(tmp_path, monkeypatch):
     chars = sorted(set(text))
     folder = Path("shakespeare_char")
     raw(folder / "train.bin", [chars.index(c) for c in text]), raw(folder / "val.bin", [chars.index(c) for c in text])
-    with pytest.raises(
-        ValueError,
-        match=f"{len(chars) - 1} as its largest id, so it is not GPT-2's: use the text itself, --dataset=TEXT",
-    ):
-        data.load("shakespeare_char")
+    with monkeypatch.context() as patch:
+        patch.setattr("data.tokenizers.GPT2Tokenizer.__init__", None)  # said without its vocabulary
+        for tokenizer in ("auto", "char"):
+            with pytest.raises(
+                ValueError,
+                match=f"{len(chars) - 1} as its largest id, so it is not GPT-2's: use the text itself, --dataset=TEXT",
+            ):
+                data.load("shakespeare_char", tokenizer)
     (folder / "meta.pkl").write_bytes(pickle.dumps(Hook()))
     (folder / "input.txt").write_text(text)
-    with pytest.raises(ValueError, match="meta.pkl is a pickle.*--dataset=shakespeare_char/input.txt") as caught:
-        data.load("shakespeare_char")
+    for tokenizer in ("char", "auto"):
+        with pytest.raises(ValueError, match="meta.pkl is a pickle.*--dataset=shakespeare_char/input.txt") as caught:
+            data.load("shakespeare_char", tokenizer)
     assert not Path("pwned").exists()
     assert data.load("shakespeare_char/input.txt").tokenizer.chars == "".join(chars)
     (folder / "meta.json").write_text(re.search(r"{.*}", str(caught.value))[0].replace("abc", "".join(chars[1:])))

@@ -72,6 +72,19 @@ def test_text_shorter_than_the_window(tmp_path, block_size, fits):
     else:
         with pytest.raises(ValueError, match=f"val split has 40 tokens.*block_size={block_size}.*--block_size=39"):
             dataset.val_windows(5, block_size)
+        with pytest.raises(ValueError, match="train split has 360 tokens.*--block_size=39"):  # fits both
+            dataset.starts("train", 400)
+
+
+def test_names_of_files(tmp_path):
+    """A name as long as a file may have; token files by their folder."""
+    (tmp_path / ("n" * 251 + ".txt")).write_text("abcdefgh" * 50)
+    assert data.load(str(tmp_path / ("n" * 251 + ".txt"))).tokenizer.chars == "abcdefgh"
+    (tmp_path / "train.bin").write_bytes(b"ab" * 50)
+    with pytest.raises(
+        ValueError, match=f"train.bin' is a file of token ids, not a text: name its folder, '{tmp_path}'"
+    ):
+        data.load(str(tmp_path / "train.bin"))
 
 
 def test_validation_windows_are_fixed_and_do_not_overlap(tmp_path):

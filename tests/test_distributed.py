@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -68,9 +69,10 @@ def script(cfg, team, train=training.train):
     for name, change in {
         "diverged": dict(learning_rate=1e30, grad_clip=0.0),
         "missing": dict(init_from="none"),
+        "nowhere": dict(out_dir="two/ckpt.pt/run"),
     }.items():
         try:
-            train(replace(cfg, out_dir=name, **change), team)
+            train(replace(cfg, **{"out_dir": name, **change}), team)
         except (FloatingPointError, ValueError) as error:
             seen[name] = str(error)
 
@@ -137,16 +139,28 @@ def test_two_processes_are_one(tiny):
     assert "at update 2" in first["diverged"] and first["diverged"] == second["diverged"]
     assert "none/best.pt does not exist" in first["missing"] and first["missing"] == second["missing"]
     assert not Path("missing").exists()
+    assert "Not a directory" in first["nowhere"] and first["nowhere"] == second["nowhere"]
     assert done.stderr.count("train.py: only the second process sees this") == 1 and done.returncode == 1
     assert done.stdout.count("two: update 0 of 6") == 1
 
     # one process goes on with what two began, if an update is as large as before
-    with pytest.raises(ValueError, match="is 4 windows an update: this run has 8"):
+    with pytest.raises(ValueError, match="is 4 windows an update, this run has 8: use --gradient_accumulation_steps=4"):
         training.train(tiny(**RUN, out_dir="cut", lr_decay_iters=6, resume=True))
     training.train(tiny(**{**RUN, "batch_size": 8, "gradient_accumulation_steps": 1}, out_dir="cut",
                         lr_decay_iters=6, resume=True))  # fmt: skip
     for name, w in checkpoint.load("cut/ckpt.pt")["model"].items():
         torch.testing.assert_close(w, w1[name], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("size, start", [(1, "python"), (2, "torchrun --nproc_per_node=2")])
+def test_a_stopped_run_says_how_to_go_on(size, start, monkeypatch, capsys):
+    """As many processes as before, or its updates would have another number of windows."""
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.setattr(training, "join", lambda: nullcontext(Team(size=size)))
+    monkeypatch.setattr(training, "train", lambda *_: {"interrupted": 2, "out_dir": "run", "steps": 7})
+    with pytest.raises(SystemExit):
+        training.main()
+    assert f"go on: {start} train.py --resume --out_dir=run;" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -266,6 +266,7 @@ def test_masks_of_dropout_belong_to_rows():
     first, second = drop(x), drop(x)
     torch.manual_seed(0)
     assert torch.equal(drop(x), first) and not torch.equal(first, second)
+    assert drop(torch.ones(0, 5, 8)).shape == (0, 5, 8)
     assert drop.eval()(x, keys) is x and Dropout(0.0, 2)(x, keys) is x
 
 

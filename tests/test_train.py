@@ -776,8 +776,13 @@ def test_resume_refuses_another_run(tiny):
         name = next(iter(change))
         with pytest.raises(ValueError, match=f"{name}=.* cannot change on --resume"):
             train(tiny(out_dir="run", resume=True, **change))
-    with pytest.raises(ValueError, match="batch_size=2 .* is 2 windows an update: this run has 4"):
+    with pytest.raises(ValueError, match="batch_size=2 .* is 2 .* this run has 4: use --gradient_accumulation_steps=2"):
         train(tiny(out_dir="run", resume=True, batch_size=2))
+    with pytest.raises(ValueError, match="batch_size=3 .* is 3 .* this run has 4: another --batch_size can make it so"):
+        train(tiny(out_dir="run", resume=True, batch_size=3))
+    with pytest.raises(ValueError, match="max_iters=1 is less than the 2 updates that run has made: use more"):
+        train(tiny(out_dir="run", resume=True, max_iters=1))
+    assert json.loads(Path("run/config.json").read_text())["max_iters"] == 2
     train(
         tiny(out_dir="run", resume=True, batch_size=2, gradient_accumulation_steps=2)
     )  # the same update in two pieces
@@ -825,7 +830,7 @@ def test_help_lists_every_flag_and_presets_are_legal(tmp_path):
     "args, parts",
     [
         (["--start=é"], ["'é'"]),
-        (["--start=FILE:nope.txt"], ["nope.txt"]),
+        (["--start=FILE:nope.txt"], ["start='FILE:nope.txt' cannot be read (No such file or directory): name a file"]),
         (["--temperature=-1"], ["temperature=-1.0"]),
         (["--top_p=1.5"], ["top_p=1.5"]),
         (["--out_dir=nowhere"], ["nowhere"]),
