@@ -329,8 +329,12 @@ def main():
         except RuntimeError as error:
             if team.size == 1 or not gone(error):
                 raise
-            lost = "train.py: another process of this run is gone: go on from its last ckpt.pt with --resume"
-            sys.exit(lost if team.rank < 2 else 1)  # the second speaks too: the first may be the one that is gone
+            if (
+                team.rank < 2
+            ):  # the second speaks too: the first may be the one that is gone; at once, before torchrun ends it
+                lost = "train.py: another process of this run is gone: go on from its last ckpt.pt with --resume"
+                print(lost, file=sys.__stderr__, flush=True)
+            sys.exit(1)
         if "interrupted" in result:
             run, start = result["out_dir"], f"torchrun --nproc_per_node={team.size}" if team.size > 1 else "python"
             print(f"stopped by signal {result['interrupted']}, saved update {result['steps']} in {run}/ckpt.pt")
