@@ -329,11 +329,9 @@ def main():
         except RuntimeError as error:
             if team.size == 1 or not gone(error):
                 raise
-            if (
-                team.rank < 2
-            ):  # the second speaks too: the first may be the one that is gone; at once, before torchrun ends it
+            if team.rank < 2:  # the second speaks too, since the first may be the one that is gone
                 lost = "train.py: another process of this run is gone: go on from its last ckpt.pt with --resume"
-                print(lost, file=sys.__stderr__, flush=True)
+                print(lost, file=sys.__stderr__, flush=True)  # at once: torchrun is about to end this process too
             sys.exit(1)
         if "interrupted" in result:
             run, start = result["out_dir"], f"torchrun --nproc_per_node={team.size}" if team.size > 1 else "python"
