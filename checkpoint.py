@@ -120,20 +120,25 @@ def must_be_free(run):
             raise ValueError(f"{run} holds a run already: {way_out}, or choose another --out_dir")
 
 
-def claim(run):
+class InUse(ValueError):
+    pass
+
+
+def claim(run, name="lock", wait=False):
     """The run's lock, an open file that makes the folder this process's own until it is closed, or the process dies.
 
-    Raises ValueError with one sentence if another holds it. Windows, and file systems without locks, do not know.
+    If another holds it: waits, or else raises InUse, with one sentence. Windows, and file systems without locks, do not
+    know.
     """
-    file = open(Path(run) / "lock", "a")  # not "w", which would empty what a link leads to
+    file = open(Path(run) / name, "a")  # not "w", which would empty what a link leads to
     try:
         if os.name == "posix":
             import fcntl
 
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
         file.close()
-        raise ValueError(f"{run} is in use by another process: wait for it, or choose another --out_dir") from None
+        raise InUse(f"{run} is in use by another process: wait for it, or choose another --out_dir") from None
     except OSError:
         pass  # a file system without locks, as some clusters have
     return file

@@ -7,11 +7,13 @@ import hashlib
 import inspect
 import json
 import math
+import multiprocessing
+import os
 import platform
 import statistics
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -35,11 +37,12 @@ CODE = {path: path.read_bytes() for path in NAMED}
 
 FIRST_SEED = 1  # of those that are compared: 0 is the quick start's, whose text was chosen with it in view
 TUNED = ("learning_rate", "init_std")  # what experiments.tune tries, in this order
-REMEMBERED = []  # seconds of training that this process was spared
+BEGAN = time.time()
+REMEMBERED = {}  # {run: seconds}, of runs that had been trained when this process began
 QUICK_PEOPLE = 6  # in a story, at most
 
 # Settings of an experiment that the name of its result says, or the result itself: how many seeds, and which.
-SHOWN = "dataset seeds first_seed tuned quick name".split()
+SHOWN = "dataset seeds first_seed tuned quick jobs name".split()
 
 # What an experiment sets itself, from its own settings.
 OWN = "dataset attention seed data_seed out_dir resume init_from eval_only preset".split()
@@ -72,23 +75,86 @@ def fingerprint(cfg):
     return f"{text.stem}-{cfg.attention}-{digest.hexdigest()[:12]}"
 
 
-def trained(cfg):
-    """train(cfg) in a folder named by its fingerprint: done once, gone on with if it was interrupted, remembered."""
+def trained(cfg, wait=True):
+    """train(cfg) in a folder named by its fingerprint: done once, gone on with if it was interrupted, remembered.
+
+    Raises FloatingPointError for a run that diverged, which is remembered too. Where another process is at it: waits,
+    or else raises checkpoint.InUse.
+    """
     from train import train
 
     run = RUNS / fingerprint(cfg)
+    run.mkdir(parents=True, exist_ok=True)
     done = run / "result.json"
-    if done.exists():
-        print(f"remembered: {run}")
-        REMEMBERED.append(json.loads(done.read_text())["seconds"])
-    else:
-        result = train(replace(cfg, out_dir=str(run), resume=(run / "ckpt.pt").exists()))
-        if "interrupted" in result:
-            print("saved: the same command goes on from here")
-            sys.exit(128 + result["interrupted"])
-        text = json.dumps({**result, "commit": made_with(None)["commit"]})
-        checkpoint.write(done, lambda file: file.write(text.encode()))
-    return json.loads(done.read_text())
+    try:
+        lock = checkpoint.claim(run, "result.lock")
+    except checkpoint.InUse:
+        if not wait:
+            raise
+        print(f"{run}: another process is at it, waiting for it")
+        lock = checkpoint.claim(run, "result.lock", wait=True)
+    with lock:
+        if not done.exists():
+            try:
+                result = train(replace(cfg, out_dir=str(run), resume=(run / "ckpt.pt").exists()))
+            except FloatingPointError as error:
+                result = {"diverged": str(error)}
+            if "interrupted" in result:
+                print("saved: the same command goes on from here")
+                sys.exit(128 + result["interrupted"])
+            text = json.dumps({**result, "commit": made_with(None)["commit"]})
+            checkpoint.write(done, lambda file: file.write(text.encode()))
+        elif done.stat().st_mtime < BEGAN:
+            print(f"remembered: {run}")
+    result = json.loads(done.read_text())
+    if "diverged" in result:
+        raise FloatingPointError(result["diverged"])
+    if done.stat().st_mtime < BEGAN:
+        REMEMBERED[run] = result["seconds"]
+    return result
+
+
+def ahead(cfgs):
+    """Trains those of these TrainConfigs that no other process is at: processes that all begin with this share the
+    work. A run that diverges is left for whoever asks for it."""
+    for i, cfg in enumerate(cfgs, 1):
+        parent = multiprocessing.parent_process()
+        if parent and not parent.is_alive():
+            sys.exit("the process that this one helps is gone")
+        told = ", ".join(f"{name}={getattr(cfg, name):g}" for name in ("n_embd", *TUNED, "seed"))
+        print(f"\n--- run {i} of {len(cfgs)}: {cfg.attention}, {told}")
+        with suppress(FloatingPointError, checkpoint.InUse):
+            trained(cfg, wait=False)
+
+
+@contextmanager
+def helpers(run, cfg):
+    """Within it, cfg.jobs - 1 more processes do run(cfg) too, for the runs that they train, and all have equally many
+    threads."""
+    jobs = getattr(cfg, "jobs", 1)
+    need(jobs >= 1, f"jobs={jobs} must be at least 1")
+    need(jobs == 1 or os.name == "posix", f"jobs={jobs}: this system cannot lock files, use --jobs=1")
+    threads = max(1, torch.get_num_threads() // jobs)
+    torch.set_num_threads(threads)
+    start = multiprocessing.get_context("spawn").Process
+    processes = [start(target=help_with, args=(run, cfg, threads), daemon=True) for _ in range(jobs - 1)]
+    try:
+        for process in processes:
+            process.start()
+        yield
+    finally:
+        for process in processes:
+            process.terminate()  # a run is saved
+        for process in processes:
+            process.join()
+
+
+def help_with(run, cfg, threads):
+    """A helper's whole life."""
+    os.setsid()  # Ctrl-C is for the first process, which ends its helpers
+    sys.stdout = sys.stderr = open(os.devnull, "w")
+    torch.set_num_threads(threads)
+    run(cfg)
 
 
 def check(cfg, *names):
@@ -141,14 +207,14 @@ def arms(base, kinds, tuned=False):
 
 
 def runs(arms, seeds):
-    """Yields (kind, seed, result): the numbers of each run of {kind: TrainConfig}. Trains what is missing.
+    """Yields (kind, seed, result): the numbers of each run of {kind: TrainConfig}, all of them once all are trained.
 
     Runs of one seed share their batches and, where kinds share weights, the initial values.
     """
-    for seed in seeds:
-        for kind, cfg in arms.items():
-            print(f"\n--- {kind}, seed {seed}")
-            yield kind, seed, trained(replace(cfg, seed=seed, data_seed=seed))
+    found = [(kind, seed, replace(cfg, seed=seed, data_seed=seed)) for seed in seeds for kind, cfg in arms.items()]
+    ahead([cfg for *_, cfg in found])
+    for kind, seed, cfg in found:
+        yield kind, seed, trained(cfg)
 
 
 def models(arms, seeds):
@@ -294,13 +360,14 @@ def command(kind, run, name, tables, picture, description):
         name += "-changed" * (cfg != replace(default, **same))  # no result of the settings that a reader expects
         own = getattr(cfg, "name", "")
         need(own == Path(own).name, f"name={own!r} must be the name of a file, without a folder")
-        numbers = json.loads(json.dumps(run(cfg)))
+        with helpers(run, cfg):
+            numbers = json.loads(json.dumps(run(cfg)))
     except (ValueError, OSError, FloatingPointError) as error:
         sys.exit(f"{name}: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
     name = own or name + "-tuned" * getattr(cfg, "tuned", False) + "-quick" * cfg.quick
-    minutes = round((time.perf_counter() - start + sum(REMEMBERED)) / 60, 1)
+    minutes = round((time.perf_counter() - start + sum(REMEMBERED.values())) / 60, 1)
     save(RESULTS / f"{name}.json", {"minutes": minutes, **numbers})
     if picture:
         picture(numbers, RESULTS / f"{name}.png")

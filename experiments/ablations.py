@@ -19,7 +19,7 @@ import torch
 import data
 import experiments
 from config import TrainConfig
-from experiments import TUNED, against, pm, trained
+from experiments import TUNED, against, pm, trained, tune
 from model import ATTENTIONS, GPT, DiffAttention, DiffAttentionV2, RMSNorm, StandardAttention, upcast
 from run_log import read_log
 
@@ -119,6 +119,7 @@ class AblationsConfig:
     updates: int = 200  # of a run at a high learning rate
     tuned: bool = False  # each version's own learning rate and initial scale, from tune-shakespeare.json
     quick: bool = False  # one seed, a quarter of the updates
+    jobs: int = 1  # runs at a time, each in a process of its own
     train: TrainConfig = field(default_factory=lambda: replace(experiments.preset("shakespeare"), max_iters=1000))
 
 
@@ -152,19 +153,20 @@ def gradients(cfg, dataset):
     return {name: statistics.fmean(values) for name, values in norms.items()}
 
 
-def spikes(cfg, updates, rates):
-    """How many updates were spikes, or None where the run ended early, for each multiple of the learning rate."""
-    counts = []
-    for rate in rates:
-        fast = replace(cfg, learning_rate=rate * cfg.learning_rate, max_iters=updates, warmup_iters=updates // 10)
-        try:
-            result = trained(replace(fast, log_interval=1, eval_interval=updates))
-        except FloatingPointError:
-            counts.append(None)
-            continue
-        losses = [line["loss"] for line in read_log(Path(result["out_dir"])) if "loss" in line]
-        counts.append(sum(loss > min(losses[:i]) + SPIKE for i, loss in enumerate(losses) if i))
-    return counts
+def at_rates(cfg, updates):
+    """The runs of a few updates at RATES times the learning rate."""
+    short = replace(cfg, max_iters=updates, warmup_iters=updates // 10, log_interval=1, eval_interval=updates)
+    return [replace(short, learning_rate=rate * cfg.learning_rate) for rate in RATES]
+
+
+def spikes(cfg):
+    """How many updates of a run were spikes, None if it diverged."""
+    try:
+        result = trained(cfg)
+    except FloatingPointError:
+        return None
+    losses = [line["loss"] for line in read_log(Path(result["out_dir"])) if "loss" in line]
+    return sum(loss > min(losses[:i]) + SPIKE for i, loss in enumerate(losses) if i)
 
 
 def ablations(cfg):
@@ -174,25 +176,22 @@ def ablations(cfg):
     shared = cfg.train
     seeds, found = range(cfg.first_seed, cfg.first_seed + cfg.seeds), {}
     text = data.load(shared.dataset, shared.tokenizer, shared.bpe_vocab_size, shared.difficulty())
-    variants = arms(cfg.train, cfg.tuned)
-    for name, arm in variants.items():
+    updates = max(2, cfg.updates // (4 if cfg.quick else 1))
+    runs = []  # (name, run, the same with the settings that all share from there on, that at high rates)
+    for name, arm in arms(cfg.train, cfg.tuned).items():
         arm.check()
         found[name] = {**{s: getattr(arm, s) for s in TUNED}, "val_loss": [], "gradients": [], "spikes": []}
-    for seed in seeds:
-        for name, arm in variants.items():
-            print(f"\n--- {name}, seed {seed}")
+        for seed in seeds:
             arm = replace(arm, seed=seed, data_seed=seed)
-            try:
-                result = trained(arm)
-            except FloatingPointError as error:
-                print(error)
-                result = {"val_loss": None}
-            found[name]["val_loss"].append(result["val_loss"])
-            arm = replace(arm, **{setting: getattr(shared, setting) for setting in TUNED})  # equal from here on
-            found[name]["gradients"].append(gradients(arm, text))
-            if name in ("standard", "diff", "diff_no_norm", "diff_v2"):
-                updates = max(2, cfg.updates // (4 if cfg.quick else 1))
-                found[name]["spikes"].append(spikes(arm, updates, RATES))
+            equal = replace(arm, **{setting: getattr(shared, setting) for setting in TUNED})
+            fast = at_rates(equal, updates) if name in ("standard", "diff", "diff_no_norm", "diff_v2") else []
+            runs.append((name, arm, equal, fast))
+    experiments.ahead([run for _, arm, _, fast in runs for run in (arm, *fast)])
+    for name, arm, equal, fast in runs:
+        found[name]["val_loss"].append(tune.last_loss(arm))
+        found[name]["gradients"].append(gradients(equal, text))
+        if fast:
+            found[name]["spikes"].append([spikes(run) for run in fast])
     return {"train": asdict(cfg.train), "seeds": list(seeds), "arms": found}
 
 

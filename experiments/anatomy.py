@@ -45,6 +45,7 @@ class AnatomyConfig:
     windows: int = 8  # of the validation text, to look at maps; losses are of all of the run's
     tuned: bool = False  # each kind's own learning rate and initial scale, from tune-DATASET.json
     quick: bool = False  # one seed, a quarter of the updates
+    jobs: int = 1  # runs at a time, each in a process of its own
     train: TrainConfig = field(default_factory=partial(experiments.preset, "shakespeare"))  # of the models
 
 

@@ -29,6 +29,7 @@ class CompareConfig:
     first_seed: int = experiments.FIRST_SEED  # of these runs; the others follow
     tuned: bool = False  # each kind's own learning rate and initial scale, from tune-DATASET.json
     quick: bool = False  # one seed, a quarter of the updates
+    jobs: int = 1  # runs at a time, each in a process of its own
     name: str = ""  # of the files in results/; empty means compare-DATASET, and -changed with other settings
     train: TrainConfig = field(default_factory=TrainConfig)  # what all runs share
 

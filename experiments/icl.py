@@ -50,6 +50,7 @@ class IclConfig:
     sets: int = 10  # of examples, each with labels of its own; of each set, all other words are asked for
     orders: int = 10  # of each set, of each sort
     quick: bool = False  # one seed, a quarter of the updates
+    jobs: int = 1  # runs at a time, each in a process of its own
     # of the models: with two heads some of any kind are still learning at the end
     train: TrainConfig = field(default_factory=partial(TrainConfig, n_head=4, max_iters=3000, emb_std=0.5))
 

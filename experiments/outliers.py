@@ -33,6 +33,7 @@ class OutliersConfig:
     windows: int = 20  # of the validation text, for the largest values; losses are of all of the run's
     tuned: bool = False  # each kind's own learning rate and initial scale, from tune-stories.json
     quick: bool = False  # one seed, a quarter of the updates
+    jobs: int = 1  # runs at a time, each in a process of its own
     train: TrainConfig = field(default_factory=TrainConfig)  # of the models
 
 

@@ -37,6 +37,7 @@ class RetrievalConfig:
     texts: int = 40  # of each cell of the grid
     tuned: bool = False  # each kind's own learning rate and initial scale, from tune-stories.json
     quick: bool = False  # one seed, a quarter of the updates, an eighth of the texts
+    jobs: int = 1  # runs at a time, each in a process of its own
     train: TrainConfig = field(default_factory=TrainConfig)  # of the models
 
 

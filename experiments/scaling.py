@@ -31,6 +31,7 @@ class ScalingConfig:
     first_seed: int = experiments.FIRST_SEED  # of these runs
     tuned: bool = False  # each kind's own learning rate from tune-shakespeare.json, and initial scale at each width
     quick: bool = False  # one seed, a quarter of the updates
+    jobs: int = 1  # runs at a time, each in a process of its own
     train: TrainConfig = field(default_factory=partial(experiments.preset, "shakespeare"))  # what all runs share
 
 
@@ -50,34 +51,41 @@ def scaling(cfg):
             "val_loss": [[] for _ in seeds],
         }
     shapes = [dict(n_embd=width, n_head=2 * max(1, width // 32)) for width in cfg.widths]
-    sizes = [{kind: replace(arm, **shape) for kind, arm in arms.items()} for shape in shapes]
-    for arm in (arm for of_width in sizes for arm in of_width.values()):
+    sizes = {(kind, shape["n_embd"]): replace(arm, **shape) for shape in shapes for kind, arm in arms.items()}
+    for arm in sizes.values():
         arm.check()  # all of them before the first is trained
-    for of_width in sizes:
-        if cfg.tuned:
-            of_width = {k: arm if arm.n_embd == cfg.train.n_embd else tuned(arm) for k, arm in of_width.items()}
-        for kind, arm in of_width.items():
-            kinds[kind]["init_std"].append(arm.init_std)
-        for kind, seed, result in experiments.runs(of_width, seeds):
-            kinds[kind]["val_loss"][seed - cfg.first_seed].append(result["val_loss"])
-            kinds[kind]["params"] += [result["params"]] * (seed == cfg.first_seed)
+    if cfg.tuned:
+        sizes |= tuned({size: arm for size, arm in sizes.items() if arm.n_embd != cfg.train.n_embd})
+    for (kind, _), arm in sizes.items():
+        kinds[kind]["init_std"].append(arm.init_std)
+    for (kind, _), seed, result in experiments.runs(sizes, seeds):
+        kinds[kind]["val_loss"][seed - cfg.first_seed].append(result["val_loss"])
+        kinds[kind]["params"] += [result["params"]] * (seed == cfg.first_seed)
     return {"train": asdict(cfg.train), "seeds": list(seeds), "widths": list(cfg.widths), "kinds": kinds}
 
 
-def tuned(arm):
-    """A TrainConfig with the initial scale that is best by the last loss of a run with the first seed of tuning: of a
-    few, and of those beyond while the best lies at an edge."""
+def tuned(arms):
+    """{size: TrainConfig}, each with the initial scale that is best by the last loss of a run with the first seed of
+    tuning: of a few, and of those beyond while the best lies at an edge."""
     seed = tune.TuneConfig().first_seed
-    losses, tries = {}, [factor * arm.init_std for factor in tune.FACTORS]
-    while tries:
-        print(f"\n--- {arm.attention}, {arm.n_embd} wide: which of {', '.join(f'{std:g}' for std in tries)}?")
-        for std in tries:
-            cfg = replace(arm, init_std=std, seed=seed, data_seed=seed)
-            losses[std] = tune.score([tune.last_loss(cfg)])
-        best = min(losses, key=losses.get)
-        at_edge = best in (min(losses), max(losses)) and math.isfinite(losses[best])
-        tries = [std for std in (best / 2, best * 2) if at_edge and std not in losses]
-    return replace(arm, init_std=best)
+    losses = {size: {} for size in arms}
+    tries = {size: [factor * arm.init_std for factor in tune.FACTORS] for size, arm in arms.items()}
+    while any(tries.values()):
+        runs = [
+            (size, replace(arms[size], init_std=std, seed=seed, data_seed=seed)) for size in arms for std in tries[size]
+        ]
+        experiments.ahead([run for _, run in runs])
+        for size, run in runs:
+            losses[size][run.init_std] = tune.score([tune.last_loss(run)])
+        tries = {size: beyond(found) for size, found in losses.items()}
+    return {size: replace(arm, init_std=min(losses[size], key=losses[size].get)) for size, arm in arms.items()}
+
+
+def beyond(losses):
+    """Of {init_std: loss}, the next to try: what lies beyond an edge that is the best so far."""
+    best = min(losses, key=losses.get)
+    at_edge = best in (min(losses), max(losses)) and math.isfinite(losses[best])
+    return [std for std in (best / 2, best * 2) if at_edge and std not in losses]
 
 
 def line(params, losses):

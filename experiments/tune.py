@@ -28,6 +28,7 @@ class TuneConfig:
     seeds: int = 2  # runs of each try
     first_seed: int = 100  # of these runs; the others follow
     quick: bool = False  # one seed, a quarter of the updates
+    jobs: int = 1  # runs at a time, each in a process of its own
     train: TrainConfig = field(default_factory=TrainConfig)  # what all runs share
 
 
@@ -45,15 +46,19 @@ def tune(cfg):
     def loss(arm):
         key, done = tuple(getattr(arm, name) for name in TUNED), tries[arm.attention]
         if key not in done:
-            print(f"\n--- {arm.attention}, " + ", ".join(f"{n}={value:g}" for n, value in zip(TUNED, key)))
-            done[key] = [last_loss(replace(arm, seed=seed, data_seed=seed)) for seed in seeds]
+            done[key] = [last_loss(cfg) for cfg in with_seeds(arm)]
         return score(done[key])
+
+    def with_seeds(arm):
+        return [replace(arm, seed=seed, data_seed=seed) for seed in seeds]
 
     for name in TUNED:
         values, beyond = [], [factor * getattr(base, name) for factor in FACTORS]
         while beyond and len(values) < MOST:
             values = sorted(values + beyond)
-            best = {kind: min((replace(arm, **{name: v}) for v in values), key=loss) for kind, arm in best.items()}
+            ways = {kind: [replace(arm, **{name: v}) for v in values] for kind, arm in best.items()}
+            experiments.ahead([cfg for arms in ways.values() for arm in arms for cfg in with_seeds(arm)])
+            best = {kind: min(arms, key=loss) for kind, arms in ways.items()}
             wins = [getattr(arm, name) for arm in best.values()]
             beyond = [values[0] / 2] * (values[0] in wins) + [values[-1] * 2] * (values[-1] in wins)
     kinds = {

@@ -128,7 +128,7 @@ def run(root, tests, limit):
         os.chdir(root)
         sys.path[0] = str(root)  # was the checkout
         sys.modules.pop("tests")
-        options = ["-x", "-p", "no:cacheprovider", f"--basetemp={root.parent / 'tmp'}"]
+        options = ["-x", "-n0", "-p", "no:cacheprovider", f"--basetemp={root.parent / 'tmp'}"]
         os._exit(pytest.main(options + [f"tests/test_{name}.py" for name in tests.split()]))
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     os.system(f"kill -9 -- -{pid} 2> /dev/null")  # what it has started itself

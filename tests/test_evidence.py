@@ -86,6 +86,7 @@ def test_tuning_finds_what_is_best_for_each_kind(monkeypatch):
         return {"val_loss": abs(math.log(cfg.learning_rate / rate)) + abs(math.log(cfg.init_std / std)) + cfg.seed}
 
     monkeypatch.setattr(tune, "trained", stand_in)
+    monkeypatch.setattr(experiments, "ahead", lambda cfgs: None)
     base = replace(TOY, learning_rate=1e-3, init_std=0.1)
     numbers = tune.tune(tune.TuneConfig(kinds=("standard", "diff"), train=base))
     assert {kind: (k["best"]["learning_rate"], k["best"]["init_std"]) for kind, k in numbers["kinds"].items()} == ideal
@@ -116,7 +117,7 @@ def test_tuning_finds_what_is_best_for_each_kind(monkeypatch):
     compared = []
     result = {"params": 1, "val_loss": 2.0, "answers": None, "entropy": None, "lambdas": [], "history": [],
               "tokens_per_s": 1.0, "seconds": 1.0}  # fmt: skip
-    monkeypatch.setattr(experiments, "trained", lambda cfg: compared.append(cfg) or result)
+    monkeypatch.setattr(experiments, "trained", lambda cfg, **_: compared.append(cfg) or result)
     cfg = compare.CompareConfig(kinds=("standard", "diff"), seeds=1, tuned=True, train=base)
     assert compare.compare(cfg)["kinds"]["standard"]["learning_rate"] == 2e-3
     assert [(cfg.learning_rate, cfg.init_std) for cfg in compared] == list(ideal.values())
@@ -133,6 +134,7 @@ def test_sizes_and_variants_have_what_was_found_for_their_kind(monkeypatch, vari
         tried.append(cfg)
         return {"val_loss": abs(cfg.init_std - factor(cfg) * found[cfg.attention][1])}
 
+    monkeypatch.setattr(experiments, "ahead", lambda cfgs: None)
     monkeypatch.setattr(tune, "trained", try_out)
     monkeypatch.setattr(experiments, "trained", lambda cfg: trained.append(cfg) or {"val_loss": 2.0, "params": 1})
     numbers = scaling.scaling(scaling.ScalingConfig(widths=(16, 32, 64), seeds=1, tuned=True, train=USUAL))
@@ -451,13 +453,20 @@ def test_gradients_and_spikes_are_of_equal_settings(monkeypatch, variants):
     """What is tuned for each version would be seen in both."""
     best = {kind: {"best": {"learning_rate": 1e-3 * i, "init_std": 0.1 * i}} for i, kind in enumerate(ATTENTIONS, 1)}
     experiments.save(experiments.RESULTS / "tune-stories.json", {"settings": asdict(TOY), "kinds": best})
-    seen = []
-    monkeypatch.setattr(ablations, "trained", lambda cfg: {"val_loss": 2.0})
+    seen, fast, before = [], [], []
+    monkeypatch.setattr(experiments, "ahead", before.extend)
+    monkeypatch.setattr(tune, "trained", lambda cfg: {"val_loss": 2.0})
     monkeypatch.setattr(ablations, "gradients", lambda cfg, text: seen.append(cfg) or {"q_proj": 1.0})
-    monkeypatch.setattr(ablations, "spikes", lambda cfg, updates, rates: seen.append(cfg) or [0] * len(rates))
-    found = ablations.ablations(ablations.AblationsConfig(seeds=1, tuned=True, train=TOY))["arms"]
+    monkeypatch.setattr(ablations, "spikes", lambda cfg: fast.append(cfg) or len(fast))
+    found = ablations.ablations(ablations.AblationsConfig(updates=6, seeds=1, tuned=True, train=TOY))["arms"]
     assert {(cfg.learning_rate, cfg.init_std) for cfg in seen} == {(TOY.learning_rate, TOY.init_std)}
-    assert len(seen) == 15 + 4 and found["diff_no_factor"]["init_std"] == 0.2
+    assert len(seen) == 15 and found["diff_no_factor"]["init_std"] == 0.2
+    assert [cfg.learning_rate / TOY.learning_rate for cfg in fast] == [*ablations.RATES] * 4
+    assert {(cfg.init_std, cfg.max_iters, cfg.eval_interval, cfg.log_interval) for cfg in fast} == {
+        (TOY.init_std, 6, 6, 1)
+    }
+    assert len(before) == 15 + 20 and all(cfg in before for cfg in fast)
+    assert found["diff_v2"]["spikes"] == [[16, 17, 18, 19, 20]] or found["diff"]["spikes"] == [[6, 7, 8, 9, 10]]
 
 
 def test_spikes_are_counted(tmp_path, monkeypatch):
@@ -466,13 +475,12 @@ def test_spikes_are_counted(tmp_path, monkeypatch):
     def stand_in(cfg):
         if cfg.learning_rate > 3:
             raise FloatingPointError
-        assert cfg.max_iters == cfg.eval_interval == 6 and cfg.log_interval == 1
         return {"out_dir": str(cfg.learning_rate)}
 
     logs = {"1.0": [5, 4, 3, 3.4, 2, 2], "2.0": [5, 4, 4.6, 3, 9, 3.4]}
     monkeypatch.setattr(ablations, "trained", stand_in)
     monkeypatch.setattr(ablations, "read_log", lambda run: [{"loss": x} for x in logs[str(run)]] + [{"val_loss": 99}])
-    assert ablations.spikes(replace(TOY, learning_rate=1.0), 6, (1, 2, 4)) == [0, 2, None]
+    assert [ablations.spikes(replace(TOY, learning_rate=rate)) for rate in (1.0, 2.0, 4.0)] == [0, 2, None]
 
 
 def test_tables_of_ablations_say_who_is_worse():

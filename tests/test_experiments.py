@@ -2,19 +2,25 @@
 
 import json
 import math
+import multiprocessing
 import sys
-from dataclasses import replace
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import checkpoint
+import data
 import experiments
 from data.tokenizers import CharTokenizer
 from experiments import compare, length, maps, mean_sd, measure, paired, speed, trained
 from model import ATTENTIONS, GPT, GPTConfig, eager, fastest
 from sample import encode_prompt
+from train import train
 
 
 @pytest.fixture(autouse=True)
@@ -38,12 +44,16 @@ def test_trained_runs_are_remembered_and_gone_on_with(tiny, monkeypatch, capsys)
     def stand_in(cfg):
         called.append(cfg)
         Path(cfg.out_dir).mkdir(parents=True, exist_ok=True)
-        return {"val_loss": 1.0}
+        return {"val_loss": 1.0, "seconds": 1.0}
 
     monkeypatch.setattr("train.train", stand_in)
-    monkeypatch.setattr(experiments, "REMEMBERED", [])
-    assert trained(tiny(max_iters=6, out_dir="elsewhere")) == first and not called
-    assert experiments.REMEMBERED == [first["seconds"]] and first["seconds"] > 0
+    monkeypatch.setattr(experiments, "REMEMBERED", remembered := {})
+    for _ in range(2):
+        assert trained(tiny(max_iters=6, out_dir="elsewhere")) == first and not called and not remembered
+    monkeypatch.setattr(experiments, "BEGAN", math.inf)  # another process, later
+    for _ in range(2):
+        assert trained(tiny(max_iters=6)) == first and not called
+    assert list(remembered.values()) == [first["seconds"]] and first["seconds"] > 0
     assert "remembered" in capsys.readouterr().out
     trained(tiny(max_iters=6, seed=1))
     assert called[0].seed == 1 and not called[0].resume
@@ -52,6 +62,72 @@ def test_trained_runs_are_remembered_and_gone_on_with(tiny, monkeypatch, capsys)
     (run / "ckpt.pt").touch()
     trained(tiny(max_iters=7))
     assert called[1].resume and called[1].out_dir == str(run)
+
+
+def test_a_run_that_diverged_is_remembered(tiny, monkeypatch):
+    called = []
+
+    def stand_in(cfg):
+        called.append(cfg)
+        raise FloatingPointError("the loss is nan")
+
+    monkeypatch.setattr("train.train", stand_in)
+    experiments.ahead([tiny()])
+    for _ in range(2):
+        with pytest.raises(FloatingPointError, match="the loss is nan"):
+            trained(tiny())
+    assert len(called) == 1
+
+
+def test_a_run_that_another_process_is_at(tiny, monkeypatch, capsys):
+    """Is left to it, or waited for."""
+    monkeypatch.setattr("train.train", lambda cfg: {"val_loss": float(cfg.seed)})
+    theirs, ours = tiny(seed=1), tiny(seed=2)
+    run = experiments.RUNS / experiments.fingerprint(theirs)
+    run.mkdir(parents=True)
+    lock = checkpoint.claim(run, "result.lock")
+    experiments.ahead([theirs, ours])
+    assert not (run / "result.json").exists() and trained(ours)["val_loss"] == 2
+    with pytest.raises(checkpoint.InUse):
+        trained(theirs, wait=False)
+    with ThreadPoolExecutor() as thread:
+        found = thread.submit(trained, theirs)
+        while "waiting" not in capsys.readouterr().out:
+            time.sleep(0.01)
+        (run / "result.json").write_text('{"val_loss": 3}')
+        lock.close()
+        assert found.result() == {"val_loss": 3}
+
+
+@dataclass
+class Shared:
+    runs: list
+    cache: Path
+    jobs: int = 2
+
+
+def share(cfg):
+    data.CACHE = cfg.cache
+    experiments.ahead(cfg.runs)
+
+
+def test_helpers_train_and_save_what_they_are_at(tiny, tmp_path):
+    short, endless = tiny(), tiny(max_iters=10**6, eval_interval=10**6)
+    ends = experiments.RUNS / experiments.fingerprint(short) / "result.json"
+    goes_on = experiments.RUNS / experiments.fingerprint(endless)
+    with experiments.helpers(share, Shared([short, endless], tmp_path / "cache")):
+        deadline = time.monotonic() + 60
+        while not (goes_on / "best.pt").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert json.loads(ends.read_text())["val_loss"] == pytest.approx(train(short)["val_loss"], abs=1e-6)
+    assert checkpoint.load(goes_on / "ckpt.pt")["step"] >= 0 and not (goes_on / "result.json").exists()
+    assert not multiprocessing.active_children()
+    checkpoint.claim(goes_on, "result.lock").close()
+    for jobs, why in ((0, "jobs=0 must be at least 1"), (2, "jobs=2: this system cannot lock files")):
+        with pytest.raises(ValueError, match=why), pytest.MonkeyPatch.context() as patch:
+            patch.setattr("os.name", "nt")
+            with experiments.helpers(share, Shared([], tmp_path, jobs)):
+                pass
 
 
 def test_other_code_or_text_is_another_run(tiny, tmp_path, monkeypatch):
@@ -69,6 +145,7 @@ def test_other_code_or_text_is_another_run(tiny, tmp_path, monkeypatch):
 def test_compare_pairs_its_runs(tiny, monkeypatch):
     """Report 43."""
     seen = []
+    monkeypatch.setattr(experiments, "ahead", lambda cfgs: None)
     monkeypatch.setattr(experiments, "trained", lambda cfg: seen.append(cfg) or RESULT)
     compare.compare(compare.CompareConfig(dataset=tiny().dataset, seeds=2, train=tiny()))
     assert [cfg.attention for cfg in seen] == [*ATTENTIONS] * 2
