@@ -1,6 +1,6 @@
 """Labels whose meaning only the context gives: does the model learn them, with how many examples, and in any order?
 
-    python -m experiments.icl
+    python -m experiments.icl --tuned
     python -m experiments.icl --quick
 
 The paper's many-shot classification and its robustness to the order of examples (section 3.5). A word belongs to one
@@ -24,7 +24,7 @@ import checkpoint
 import experiments
 from config import TrainConfig, need
 from data import tokenizers
-from experiments import against, pm
+from experiments import against, pm, tune
 from model import ATTENTIONS
 
 CLASSES = {
@@ -49,6 +49,7 @@ class IclConfig:
     examples: int = 8  # of a set whose order is changed, equally many of each class
     sets: int = 10  # of examples, each with labels of its own; of each set, all other words are asked for
     orders: int = 10  # of each set, of each sort
+    tuned: bool = False  # each kind's own learning rate and initial scale, tried out first, as experiments.tune does
     quick: bool = False  # one seed, a quarter of the updates
     jobs: int = 1  # runs at a time, each in a process of its own
     # of the models: with two heads some of any kind are still learning at the end
@@ -125,7 +126,7 @@ def by_order(model, words, sets, examples, orders):
 
 
 def icl(cfg):
-    """{"settings", "seeds", "kinds": {kind: {"shots": [a seed's], "orders": [a seed's]}}}"""
+    """{"train", "tuning", "seeds", "kinds": {kind: {"shots": [a seed's], "orders": [a seed's], "val_loss"}}}"""
     experiments.check(cfg, "block_size")
     for name in ("texts", "texts_asked", "sets", "orders"):
         need(getattr(cfg, name) >= 1, f"{name}={getattr(cfg, name)} must be at least 1")
@@ -137,14 +138,18 @@ def icl(cfg):
     words, folder = tokenizer(), prepare(cfg.texts)
     shared = replace(cfg.train, dataset=str(folder), block_size=3 * (SHOTS[-1] + 1) + 1)
     cfg = experiments.shortened(replace(cfg, train=shared))
-    arms = experiments.arms(cfg.train, cfg.kinds)
+    arms, found = experiments.arms(cfg.train, cfg.kinds), {}
+    if cfg.tuned:
+        found = tune.tune(tune.TuneConfig(dataset=str(folder), kinds=cfg.kinds, seeds=1, train=cfg.train))
+        arms = {kind: replace(arm, **found["kinds"][kind]["best"]) for kind, arm in arms.items()}
     seeds, kinds = range(cfg.first_seed, cfg.first_seed + cfg.seeds), {}
     for kind, _, model, result in experiments.models(arms, seeds):
         k = kinds.setdefault(kind, {"shots": [], "orders": [], "val_loss": []})
         k["shots"].append(by_shots(model, words, cfg.texts_asked))
         k["orders"].append(by_order(model, words, cfg.sets, cfg.examples, cfg.orders))
         k["val_loss"].append(result["val_loss"])
-    return {"train": asdict(cfg.train), "examples": cfg.examples, "seeds": list(seeds), "kinds": kinds}
+    own = {"train": asdict(cfg.train), "examples": cfg.examples, "tuning": found}
+    return {**own, "seeds": list(seeds), "kinds": kinds}
 
 
 def at_best(shots):
@@ -171,7 +176,8 @@ def tables(numbers):
             row.append(pm(spreads[kind][sort], "{:.1%}"))
             row.append("" if kind == baseline else against(spreads[kind][sort], spreads[baseline][sort], "{:.1%}"))
         orders.append([*row, pm([statistics.fmean(mean for *_, mean in o["random"]) for o in k["orders"]], "{:.1%}")])
-    return {"shots": shots, "orders": orders}
+    found = numbers.get("tuning")
+    return {"shots": shots, "orders": orders} | (tune.tables(found) if found else {})
 
 
 def spread(of_sets):
