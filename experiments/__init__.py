@@ -206,6 +206,11 @@ def arms(base, kinds, tuned=False):
     return found
 
 
+def own(cfg):
+    """What of a TrainConfig may be its kind's own, for a result to say."""
+    return {name: getattr(cfg, name) for name in TUNED}
+
+
 def runs(arms, seeds):
     """Yields (kind, seed, result): the numbers of each run of {kind: TrainConfig}, all of them once all are trained.
 

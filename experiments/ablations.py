@@ -19,7 +19,7 @@ import torch
 import data
 import experiments
 from config import TrainConfig
-from experiments import TUNED, against, pm, trained, tune
+from experiments import against, pm, trained, tune
 from model import ATTENTIONS, GPT, DiffAttention, DiffAttentionV2, RMSNorm, StandardAttention, upcast
 from run_log import read_log
 
@@ -180,10 +180,10 @@ def ablations(cfg):
     runs = []  # (name, run, the same with the settings that all share from there on, that at high rates)
     for name, arm in arms(cfg.train, cfg.tuned).items():
         arm.check()
-        found[name] = {**{s: getattr(arm, s) for s in TUNED}, "val_loss": [], "gradients": [], "spikes": []}
+        found[name] = {**experiments.own(arm), "val_loss": [], "gradients": [], "spikes": []}
         for seed in seeds:
             arm = replace(arm, seed=seed, data_seed=seed)
-            equal = replace(arm, **{setting: getattr(shared, setting) for setting in TUNED})
+            equal = replace(arm, **experiments.own(shared))
             fast = at_rates(equal, updates) if name in ("standard", "diff", "diff_no_norm", "diff_v2") else []
             runs.append((name, arm, equal, fast))
     experiments.ahead([run for _, arm, _, fast in runs for run in (arm, *fast)])

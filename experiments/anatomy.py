@@ -23,7 +23,7 @@ import data
 import experiments
 from config import TrainConfig, need
 from evaluate import evaluate
-from experiments import TUNED, mean_sd, pm
+from experiments import mean_sd, pm
 from model import ATTENTIONS, GPT
 from run_log import read_log
 
@@ -150,10 +150,8 @@ def anatomy(cfg):
             model.eval()
             return value
 
-        tuned = {name: getattr(arms[kind], name) for name in TUNED}
-        k = kinds.setdefault(
-            kind, {**tuned, "layers": [], "lambdas": [], "scaled": [], **{name: [] for name in NUMBERS}}
-        )
+        empty = {name: [] for name in ("layers", "lambdas", "scaled", *NUMBERS)}
+        k = kinds.setdefault(kind, {**experiments.own(arms[kind]), **empty})
         texts = experiments.equally_long(windows, cfg.windows)
         layers, rises = looking(model, texts), importances(model, loss)
         for layer, before in zip(layers, looking(GPT(model.cfg, seed).eval(), texts)):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import experiments
 from config import TrainConfig
-from experiments import TUNED, against, pm
+from experiments import against, pm
 from model import ATTENTIONS
 
 EACH = ("val_loss", "answers", "lambdas", "history", "tokens_per_s", "seconds")  # what is kept of each run
@@ -45,7 +45,7 @@ def compare(cfg):
     numbers = {"settings": vars(cfg.train), "seeds": list(seeds), "baseline": cfg.kinds[0], "kinds": {}}
     for kind, results in runs.items():
         numbers["kinds"][kind] = {
-            **{name: getattr(arms[kind], name) for name in TUNED},
+            **experiments.own(arms[kind]),
             **{name: results[0][name] for name in ("params", "entropy")},
             **{name: [r[name] for r in results] for name in EACH},
         }

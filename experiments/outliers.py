@@ -102,7 +102,7 @@ def outliers(cfg):
     arms = experiments.arms(cfg.train, cfg.kinds, cfg.tuned)
     seeds, kinds = range(cfg.first_seed, cfg.first_seed + cfg.seeds), {}
     for kind, _, model, _ in experiments.models(arms, seeds):
-        k = kinds.setdefault(kind, {"largest": [], "bits": []})
+        k = kinds.setdefault(kind, {**experiments.own(arms[kind]), "largest": [], "bits": []})
         k["largest"].append(largest(model, experiments.equally_long(windows, cfg.windows)))
         losses = []
         for bits in BITS:

@@ -181,7 +181,8 @@ def wrong(name):
     settings, seeds = NEEDED[name]
     try:
         numbers = experiments.load(name)
-        best = experiments.load("tune-shakespeare")["kinds"] if name.endswith("-tuned") else {}
+        tuning = f"tune-{settings.dataset}"
+        best = experiments.load(tuning)["kinds"] if name.endswith("-tuned") and name not in FREE_OF else {}
     except ValueError as error:
         return str(error)
     if len(numbers["seeds"]) < seeds or numbers["seeds"][0] != experiments.FIRST_SEED:
@@ -194,11 +195,11 @@ def wrong(name):
         return f"{name}.json is of {', '.join(kinds)}, and needs standard first, diff and diff_v2"
     for kind, found in best.items():
         for setting, value in found["best"].items():
-            has = kinds[kind][setting]
+            has = numbers.get("own", kinds)[kind][setting]
             if isinstance(has, list):  # a width's
                 has = has[numbers["widths"].index(made["n_embd"])]
             if has != value:
-                return f"{name}.json has {setting}={has} for {kind}, tune-shakespeare.json {value}"
+                return f"{name}.json has {setting}={has} for {kind}, {tuning}.json {value}"
     return ""
 
 

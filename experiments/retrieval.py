@@ -118,7 +118,8 @@ def retrieval(cfg):
             ask(model, tokenizer, facts, sentences, depth, cfg.questions, texts)
             for facts in FACTS for sentences in SENTENCES for depth in DEPTHS
         ])  # fmt: skip
-    return {"settings": settings, "train": asdict(cfg.train), "seeds": list(seeds), "kinds": kinds}
+    own = {kind: experiments.own(arm) for kind, arm in arms.items()}
+    return {"settings": settings, "train": asdict(cfg.train), "own": own, "seeds": list(seeds), "kinds": kinds}
 
 
 def mean(cells, what, **where):

@@ -64,7 +64,7 @@ def tune(cfg):
     kinds = {
         kind: {
             "tries": [{**dict(zip(TUNED, key)), "val_loss": losses} for key, losses in tries[kind].items()],
-            "best": {name: getattr(arm, name) for name in TUNED},
+            "best": experiments.own(arm),
         }
         for kind, arm in best.items()
     }

@@ -571,10 +571,10 @@ def arm(*losses):
     return {"learning_rate": 1e-3, "init_std": 0.1, "val_loss": [*losses], "history": history}
 
 
-def save_best(**kinds):
-    """tune-shakespeare.json: (learning rate, init_std) of each kind."""
+def save_best(dataset, **kinds):
+    """tune-DATASET.json: (learning rate, init_std) of each kind."""
     best = {kind: {"best": dict(zip(experiments.TUNED, values))} for kind, values in kinds.items()}
-    experiments.save(experiments.RESULTS / "tune-shakespeare.json", {"kinds": best})
+    experiments.save(experiments.RESULTS / f"tune-{dataset}.json", {"kinds": best})
 
 
 def test_claims_get_their_verdicts_from_results(capsys, monkeypatch):
@@ -592,7 +592,7 @@ def test_claims_get_their_verdicts_from_results(capsys, monkeypatch):
     path = experiments.RESULTS / "compare-shakespeare-tuned.json"
     experiments.save(path, numbers)
     assert verdicts()["V1 has a lower loss"][2] == "not asked yet"  # nothing is tuned
-    save_best(**dict.fromkeys(kinds, (1e-3, 0.1)))
+    save_best("shakespeare", **dict.fromkeys(kinds, (1e-3, 0.1)))
     told, seeds, verdict = verdicts()["V1 has a lower loss"]
     assert told.startswith("2.000 → 1.902 (-0.098 ± ") and (seeds, verdict) == ("5", "seen")
     row = next(row for row in report.tables()["claims"] if row[0] == "V1 has a lower loss")
@@ -665,7 +665,7 @@ def test_every_claim_can_be_read_from_its_result(variants, monkeypatch):
         "outliers": outliers.outliers(outliers.OutliersConfig(seeds=2, train=TOY)),
         "icl": icl.icl(icl.IclConfig(seeds=2, texts=5, texts_asked=3, sets=2, orders=2, train=TOY)),
     }
-    save_best(**dict.fromkeys(("standard", "diff", "diff_v2"), (TOY.learning_rate, TOY.init_std)))
+    save_best(TOY.dataset, **dict.fromkeys(("standard", "diff", "diff_v2"), (TOY.learning_rate, TOY.init_std)))
     for name, numbers in made.items():
         experiments.save(experiments.RESULTS / f"{name}.json", {"minutes": 2.0, **numbers})
         monkeypatch.setitem(report.NEEDED, name, (USUAL if name == "scaling-tuned" else TOY, 2))
