@@ -6,6 +6,8 @@
     best.pt       the weights with the lowest validation loss
     lock          empty; held by the process that writes here
 
+Of experiments it has result.json beside, what train(cfg) returned, and result.lock.
+
 Checkpoints hold plain types and tensors and are read with weights_only=True: loading one runs no code.
 They carry the tokenizer, so a checkpoint alone can print text. Every file is written under another name
 and renamed when it is whole, so that a kill at any moment leaves the previous one.

@@ -10,10 +10,12 @@ import math
 import multiprocessing
 import os
 import platform
+import signal
 import statistics
 import sys
+import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -37,8 +39,8 @@ CODE = {path: path.read_bytes() for path in NAMED}
 
 FIRST_SEED = 1  # of those that are compared: 0 is the quick start's, whose text was chosen with it in view
 TUNED = ("learning_rate", "init_std")  # what experiments.tune tries, in this order
-BEGAN = time.time()
-REMEMBERED = {}  # {run: seconds}, of runs that had been trained when this process began
+TRAINED, REMEMBERED = set(), {}  # runs that this process has trained; {run: seconds}, which others did
+HELPS = False  # whether this process is another's helper
 QUICK_PEOPLE = 6  # in a story, at most
 
 # Settings of an experiment that the name of its result says, or the result itself: how many seeds, and which.
@@ -81,78 +83,121 @@ def trained(cfg, wait=True):
     Raises FloatingPointError for a run that diverged, which is remembered too. Where another process is at it: waits,
     or else raises checkpoint.InUse.
     """
-    from train import train
-
     run = RUNS / fingerprint(cfg)
-    run.mkdir(parents=True, exist_ok=True)
     done = run / "result.json"
-    try:
-        lock = checkpoint.claim(run, "result.lock")
-    except checkpoint.InUse:
-        if not wait:
-            raise
-        print(f"{run}: another process is at it, waiting for it")
-        lock = checkpoint.claim(run, "result.lock", wait=True)
-    with lock:
-        if not done.exists():
-            try:
-                result = train(replace(cfg, out_dir=str(run), resume=(run / "ckpt.pt").exists()))
-            except FloatingPointError as error:
-                result = {"diverged": str(error)}
-            if "interrupted" in result:
-                print("saved: the same command goes on from here")
-                sys.exit(128 + result["interrupted"])
-            text = json.dumps({**result, "commit": made_with(None)["commit"]})
-            checkpoint.write(done, lambda file: file.write(text.encode()))
-        elif done.stat().st_mtime < BEGAN:
-            print(f"remembered: {run}")
+    if not done.exists():
+        run.mkdir(parents=True, exist_ok=True)
+        with alone_at(run, wait):
+            if not done.exists():  # which the other may have written
+                result = train_on(cfg, run)
+                checkpoint.write(done, lambda file: file.write(json.dumps(result).encode()))
+                TRAINED.add(run)
     result = json.loads(done.read_text())
+    if run not in TRAINED | REMEMBERED.keys():
+        print(f"remembered: {run}")
+        REMEMBERED[run] = result.get("seconds", 0)
     if "diverged" in result:
         raise FloatingPointError(result["diverged"])
-    if done.stat().st_mtime < BEGAN:
-        REMEMBERED[run] = result["seconds"]
     return result
 
 
-def ahead(cfgs):
+def alone_at(run, wait):
+    """A lock, for `with`: no other process trains this run."""
+    try:
+        return checkpoint.claim(run, "result.lock")
+    except checkpoint.InUse:
+        if not wait:
+            raise
+    print(f"{run}: another process is at it, waiting for it")
+    return checkpoint.claim(run, "result.lock", wait=True)
+
+
+def train_on(cfg, run):
+    """The result of train(cfg) in the folder `run`, or of going on with it; {"diverged": why}. Interrupted: exits."""
+    from train import train
+
+    try:
+        result = train(replace(cfg, out_dir=str(run), resume=(run / "ckpt.pt").exists()))
+    except FloatingPointError as error:
+        return {"diverged": str(error)}
+    if "interrupted" in result:
+        print("saved: the same command goes on from here")
+        sys.exit(128 + result["interrupted"])
+    return {**result, "commit": made_with(None)["commit"], "threads": torch.get_num_threads()}
+
+
+def ahead(cfgs, trials=False):
     """Trains those of these TrainConfigs that no other process is at: processes that all begin with this share the
-    work. A run that diverges is left for whoever asks for it."""
+    work. Of trials some may diverge, and what is trained next hangs on them; else a helper has done its part here."""
     for i, cfg in enumerate(cfgs, 1):
-        parent = multiprocessing.parent_process()
-        if parent and not parent.is_alive():
-            sys.exit("the process that this one helps is gone")
-        told = ", ".join(f"{name}={getattr(cfg, name):g}" for name in ("n_embd", *TUNED, "seed"))
+        told = ", ".join(f"{name}={getattr(cfg, name)}" for name in ("n_embd", *TUNED, "seed"))
         print(f"\n--- run {i} of {len(cfgs)}: {cfg.attention}, {told}")
-        with suppress(FloatingPointError, checkpoint.InUse):
+        try:
             trained(cfg, wait=False)
+        except checkpoint.InUse:
+            print("another process is at it")
+        except FloatingPointError as error:
+            if not trials:
+                raise
+            print(error)
+    if HELPS and not trials:
+        sys.exit()
 
 
 @contextmanager
 def helpers(run, cfg):
-    """Within it, cfg.jobs - 1 more processes do run(cfg) too, for the runs that they train, and all have equally many
-    threads."""
-    jobs = getattr(cfg, "jobs", 1)
-    need(jobs >= 1, f"jobs={jobs} must be at least 1")
-    need(jobs == 1 or os.name == "posix", f"jobs={jobs}: this system cannot lock files, use --jobs=1")
+    """Within it, cfg.jobs - 1 more processes do run(cfg) too, until all is trained, and all have equally many threads.
+
+    Raises ValueError with one sentence if there cannot be so many.
+    """
+    jobs, cores = getattr(cfg, "jobs", 1), os.cpu_count()
+    need(1 <= jobs <= cores, f"jobs={jobs} must be from 1 to {cores}, the cores of this machine")
+    need(jobs == 1 or locks_hold(), f"jobs={jobs}: this system cannot lock files in {RUNS}, use --jobs=1")
     threads = max(1, torch.get_num_threads() // jobs)
     torch.set_num_threads(threads)
-    start = multiprocessing.get_context("spawn").Process
-    processes = [start(target=help_with, args=(run, cfg, threads), daemon=True) for _ in range(jobs - 1)]
+    processes, listens = [], signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for this process alone
     try:
-        for process in processes:
+        for _ in range(jobs - 1):
+            process = multiprocessing.get_context("spawn").Process(
+                target=help_with, args=(run, cfg, threads), daemon=True
+            )
             process.start()
+            processes.append(process)
+        signal.signal(signal.SIGINT, listens)
         yield
+        if lost := [process.exitcode for process in processes if process.exitcode]:
+            print(f"warning: {len(lost)} helpers ended early (exit code {lost[0]}); what they left was trained here")
     finally:
+        signal.signal(signal.SIGINT, listens)
         for process in processes:
             process.terminate()  # a run is saved
         for process in processes:
             process.join()
 
 
+def locks_hold():
+    """Whether a file in RUNS that is locked cannot be locked again: some file systems do not know."""
+    RUNS.mkdir(parents=True, exist_ok=True)
+    try:
+        with checkpoint.claim(RUNS, wait=True), checkpoint.claim(RUNS):
+            return False
+    except checkpoint.InUse:
+        return True
+
+
 def help_with(run, cfg, threads):
-    """A helper's whole life."""
-    os.setsid()  # Ctrl-C is for the first process, which ends its helpers
+    """A helper's whole life. It says nothing, and ends with the process that it helps, whatever ends that."""
+    global HELPS
+    HELPS = True
+    os.setsid()  # a terminal that is closed ends the first process, and that its helpers
     sys.stdout = sys.stderr = open(os.devnull, "w")
+    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
+
+    def watch():
+        multiprocessing.parent_process().join()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
     torch.set_num_threads(threads)
     run(cfg)
 
@@ -367,9 +412,10 @@ def command(kind, run, name, tables, picture, description):
         need(own == Path(own).name, f"name={own!r} must be the name of a file, without a folder")
         with helpers(run, cfg):
             numbers = json.loads(json.dumps(run(cfg)))
-    except (ValueError, OSError, FloatingPointError) as error:
+    except (ValueError, OSError, FloatingPointError, MemoryError) as error:
         sys.exit(f"{name}: {error}")
     except KeyboardInterrupt:
+        print("stopped: the same command goes on from here")
         sys.exit(130)
     name = own or name + "-tuned" * getattr(cfg, "tuned", False) + "-quick" * cfg.quick
     minutes = round((time.perf_counter() - start + sum(REMEMBERED.values())) / 60, 1)

@@ -186,7 +186,7 @@ def ablations(cfg):
             equal = replace(arm, **experiments.own(shared))
             fast = at_rates(equal, updates) if name in ("standard", "diff", "diff_no_norm", "diff_v2") else []
             runs.append((name, arm, equal, fast))
-    experiments.ahead([run for _, arm, _, fast in runs for run in (arm, *fast)])
+    experiments.ahead([run for _, arm, _, fast in runs for run in (arm, *fast)], trials=True)
     for name, arm, equal, fast in runs:
         found[name]["val_loss"].append(tune.last_loss(arm))
         found[name]["gradients"].append(gradients(equal, text))

@@ -18,7 +18,7 @@ from config import TrainConfig
 from experiments import against, pm
 from model import ATTENTIONS
 
-EACH = ("val_loss", "answers", "lambdas", "history", "tokens_per_s", "seconds")  # what is kept of each run
+EACH = ("val_loss", "answers", "lambdas", "history", "tokens_per_s", "threads", "seconds")  # what is kept of each run
 
 
 @dataclass
@@ -47,7 +47,7 @@ def compare(cfg):
         numbers["kinds"][kind] = {
             **experiments.own(arms[kind]),
             **{name: results[0][name] for name in ("params", "entropy")},
-            **{name: [r[name] for r in results] for name in EACH},
+            **{name: [r.get(name) for r in results] for name in EACH},
         }
     return numbers
 
@@ -86,6 +86,7 @@ def tables(numbers):
     """{name: rows} of what the terminal and the README show."""
     kinds, baseline = numbers["kinds"], numbers["baseline"]
     asks = kinds[baseline]["answers"][0] is not None
+    alike = len({n for k in kinds.values() for n in k.get("threads", [])}) < 2  # else no speed says anything
     columns = ["attention", "parameters", "seeds", "validation loss"]
     beside = [f"difference to {baseline}", "updates to its loss"] * (len(kinds) > 1)
     rows = [columns + beside + ["answers right", "half right at"] * asks + ["tokens/s"]]
@@ -99,7 +100,8 @@ def tables(numbers):
         if asks:
             row.append(", ".join(f"{a:.0%}" if a in (0, 1) else f"{a:.1%}" for a in k["answers"]))
             row.append(", ".join(str(half_right(run) or "never") for run in k["history"]))
-        rows.append([*row, f"{statistics.median(k['tokens_per_s']):,.0f}"])
+        speeds = [speed for speed in k["tokens_per_s"] if speed]  # none: gone on with at its end
+        rows.append([*row, f"{statistics.median(speeds):,.0f}" if speeds and alike else ""])
     return {"losses": rows}
 
 

@@ -40,6 +40,7 @@ def scaling(cfg):
     "val_loss": [[a width's] of a seed]}}}"""
     experiments.check(cfg, "n_embd", "n_head")
     need(len(set(cfg.widths)) > 2, f"widths={cfg.widths}: a line through losses needs at least 3 different ones")
+    need(len(set(cfg.widths)) == len(cfg.widths), f"widths={cfg.widths}: each of them once")
     cfg = experiments.shortened(cfg)
     seeds = range(cfg.first_seed, cfg.first_seed + cfg.seeds)
     arms, kinds = experiments.arms(cfg.train, cfg.kinds, cfg.tuned), {}
@@ -74,7 +75,7 @@ def tuned(arms):
         runs = [
             (size, replace(arms[size], init_std=std, seed=seed, data_seed=seed)) for size in arms for std in tries[size]
         ]
-        experiments.ahead([run for _, run in runs])
+        experiments.ahead([run for _, run in runs], trials=True)
         for size, run in runs:
             losses[size][run.init_std] = tune.score([tune.last_loss(run)])
         tries = {size: beyond(found) for size, found in losses.items()}

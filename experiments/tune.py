@@ -57,7 +57,7 @@ def tune(cfg):
         while beyond and len(values) < MOST:
             values = sorted(values + beyond)
             ways = {kind: [replace(arm, **{name: v}) for v in values] for kind, arm in best.items()}
-            experiments.ahead([cfg for arms in ways.values() for arm in arms for cfg in with_seeds(arm)])
+            experiments.ahead([cfg for arms in ways.values() for arm in arms for cfg in with_seeds(arm)], trials=True)
             best = {kind: min(arms, key=loss) for kind, arms in ways.items()}
             wins = [getattr(arm, name) for arm in best.values()]
             beyond = [values[0] / 2] * (values[0] in wins) + [values[-1] * 2] * (values[-1] in wins)

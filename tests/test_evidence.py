@@ -86,7 +86,7 @@ def test_tuning_finds_what_is_best_for_each_kind(monkeypatch):
         return {"val_loss": abs(math.log(cfg.learning_rate / rate)) + abs(math.log(cfg.init_std / std)) + cfg.seed}
 
     monkeypatch.setattr(tune, "trained", stand_in)
-    monkeypatch.setattr(experiments, "ahead", lambda cfgs: None)
+    monkeypatch.setattr(experiments, "ahead", lambda cfgs, **_: None)
     base = replace(TOY, learning_rate=1e-3, init_std=0.1)
     numbers = tune.tune(tune.TuneConfig(kinds=("standard", "diff"), train=base))
     assert {kind: (k["best"]["learning_rate"], k["best"]["init_std"]) for kind, k in numbers["kinds"].items()} == ideal
@@ -134,7 +134,7 @@ def test_sizes_and_variants_have_what_was_found_for_their_kind(monkeypatch, vari
         tried.append(cfg)
         return {"val_loss": abs(cfg.init_std - factor(cfg) * found[cfg.attention][1])}
 
-    monkeypatch.setattr(experiments, "ahead", lambda cfgs: None)
+    monkeypatch.setattr(experiments, "ahead", lambda cfgs, **_: None)
     monkeypatch.setattr(tune, "trained", try_out)
     monkeypatch.setattr(experiments, "trained", lambda cfg: trained.append(cfg) or {"val_loss": 2.0, "params": 1})
     numbers = scaling.scaling(scaling.ScalingConfig(widths=(16, 32, 64), seeds=1, tuned=True, train=USUAL))
@@ -368,8 +368,9 @@ def test_a_kind_that_needs_fewer_parameters_and_a_copy_of_the_baseline():
     kinds["standard"] = [losses[::-1] for losses in kinds["standard"]]
     numbers["kinds"]["standard"]["val_loss"] = kinds["standard"]
     assert scaling.needed(numbers, "better") is None and "does not fall" in scaling.tables(numbers)["equal"][1][1]
-    with pytest.raises(ValueError, match="at least 3"):
-        scaling.scaling(scaling.ScalingConfig(widths=(32, 64)))
+    for widths, why in (((32, 64), "at least 3"), ((32, 48, 64, 32), "each of them once")):
+        with pytest.raises(ValueError, match=why):
+            scaling.scaling(scaling.ScalingConfig(widths=widths))
 
 
 # --- ablations -------------------------------------------------------------------------------
@@ -454,7 +455,7 @@ def test_gradients_and_spikes_are_of_equal_settings(monkeypatch, variants):
     best = {kind: {"best": {"learning_rate": 1e-3 * i, "init_std": 0.1 * i}} for i, kind in enumerate(ATTENTIONS, 1)}
     experiments.save(experiments.RESULTS / "tune-stories.json", {"settings": asdict(TOY), "kinds": best})
     seen, fast, before = [], [], []
-    monkeypatch.setattr(experiments, "ahead", before.extend)
+    monkeypatch.setattr(experiments, "ahead", lambda cfgs, **_: before.extend(cfgs))
     monkeypatch.setattr(tune, "trained", lambda cfg: {"val_loss": 2.0})
     monkeypatch.setattr(ablations, "gradients", lambda cfg, text: seen.append(cfg) or {"q_proj": 1.0})
     monkeypatch.setattr(ablations, "spikes", lambda cfg: fast.append(cfg) or len(fast))
@@ -622,6 +623,11 @@ def test_claims_get_their_verdicts_from_results(capsys, monkeypatch):
     ):
         experiments.save(path, {**numbers, **wrong})
         assert said in report.wrong("compare-shakespeare-tuned")
+    of_all = {name: {setting: k[setting] for setting in experiments.TUNED} for name, k in kinds.items()}
+    of_all["diff_v2"]["init_std"] = 0.3  # of a result that keeps them beside its kinds
+    experiments.save(path, {**numbers, "own": of_all})
+    assert report.wrong("compare-shakespeare-tuned").endswith("init_std=0.3 for diff_v2, tune-shakespeare.json 0.1")
+    save_best("shakespeare", **dict.fromkeys((*kinds, "another"), (1e-3, 0.1)))
     experiments.save(path, numbers)
     assert report.wrong("compare-shakespeare-tuned") == ""
     path.unlink()
@@ -722,6 +728,11 @@ def test_a_result_of_other_settings_has_another_name(flags, name, monkeypatch, c
     monkeypatch.setattr("sys.argv", ["toy", "--name=../x"])
     with pytest.raises(SystemExit, match="toy: name='../x' must be the name of a file"):
         experiments.command(ToyConfig, None, "toy", None, None, "A toy.")
+    for error, said in ((MemoryError("too little"), "toy: too little"), (KeyboardInterrupt(), "130")):
+        monkeypatch.setattr("sys.argv", ["toy"])
+        fails = lambda cfg, error=error: (_ for _ in ()).throw(error)  # noqa: E731
+        with pytest.raises(SystemExit, match=said):
+            experiments.command(ToyConfig, fails, "toy", None, None, "A toy.")
 
 
 def test_quick_is_shorter_and_easier():

@@ -3,10 +3,14 @@
 import json
 import math
 import multiprocessing
+import os
+import signal
+import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -50,7 +54,7 @@ def test_trained_runs_are_remembered_and_gone_on_with(tiny, monkeypatch, capsys)
     monkeypatch.setattr(experiments, "REMEMBERED", remembered := {})
     for _ in range(2):
         assert trained(tiny(max_iters=6, out_dir="elsewhere")) == first and not called and not remembered
-    monkeypatch.setattr(experiments, "BEGAN", math.inf)  # another process, later
+    monkeypatch.setattr(experiments, "TRAINED", set())  # another process
     for _ in range(2):
         assert trained(tiny(max_iters=6)) == first and not called
     assert list(remembered.values()) == [first["seconds"]] and first["seconds"] > 0
@@ -72,10 +76,10 @@ def test_a_run_that_diverged_is_remembered(tiny, monkeypatch):
         raise FloatingPointError("the loss is nan")
 
     monkeypatch.setattr("train.train", stand_in)
-    experiments.ahead([tiny()])
-    for _ in range(2):
+    experiments.ahead([tiny()], trials=True)
+    for again in (lambda: trained(tiny()), lambda: experiments.ahead([tiny(), tiny(seed=1)])):
         with pytest.raises(FloatingPointError, match="the loss is nan"):
-            trained(tiny())
+            again()
     assert len(called) == 1
 
 
@@ -106,28 +110,78 @@ class Shared:
     jobs: int = 2
 
 
+def until(true):
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def share(cfg):
     data.CACHE = cfg.cache
     experiments.ahead(cfg.runs)
+    (cfg.cache / "measured").touch()  # which is the first process's part
 
 
-def test_helpers_train_and_save_what_they_are_at(tiny, tmp_path):
+def test_helpers_train_and_save_what_they_are_at(tiny, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
     short, endless = tiny(), tiny(max_iters=10**6, eval_interval=10**6)
     ends = experiments.RUNS / experiments.fingerprint(short) / "result.json"
     goes_on = experiments.RUNS / experiments.fingerprint(endless)
     with experiments.helpers(share, Shared([short, endless], tmp_path / "cache")):
-        deadline = time.monotonic() + 60
-        while not (goes_on / "best.pt").exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        until((goes_on / "best.pt").exists)
     assert json.loads(ends.read_text())["val_loss"] == pytest.approx(train(short)["val_loss"], abs=1e-6)
     assert checkpoint.load(goes_on / "ckpt.pt")["step"] >= 0 and not (goes_on / "result.json").exists()
     assert not multiprocessing.active_children()
     checkpoint.claim(goes_on, "result.lock").close()
-    for jobs, why in ((0, "jobs=0 must be at least 1"), (2, "jobs=2: this system cannot lock files")):
-        with pytest.raises(ValueError, match=why), pytest.MonkeyPatch.context() as patch:
-            patch.setattr("os.name", "nt")
-            with experiments.helpers(share, Shared([], tmp_path, jobs)):
-                pass
+    with experiments.helpers(share, Shared([short], tmp_path / "cache")):
+        multiprocessing.active_children()[0].join()  # of itself, when nothing is left to train
+    assert "warning" not in capsys.readouterr().out and not (tmp_path / "cache" / "measured").exists()
+    with experiments.helpers(share, Shared([None], tmp_path / "cache")):
+        multiprocessing.active_children()[0].join()
+    assert "warning: 1 helpers ended early (exit code 1)" in capsys.readouterr().out
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    for jobs, why in ((0, "jobs=0 must be from 1 to 2, the cores"), (3, "jobs=3 must"), (2, "cannot lock files")):
+        monkeypatch.setattr(checkpoint, "claim", lambda *_, **__: nullcontext())  # as on a file system without locks
+        with pytest.raises(ValueError, match=why), experiments.helpers(share, Shared([], tmp_path, jobs)):
+            pass
+
+
+FIRST = """
+import sys
+from pathlib import Path
+import test_experiments
+from experiments import helpers
+from config import TrainConfig
+if __name__ == "__main__":
+    cfg = test_experiments.Shared([TrainConfig(**{settings})], Path("cache"))
+    with helpers(test_experiments.share, cfg):
+        sys.stdin.read()
+"""
+
+
+def test_helpers_end_with_the_process_that_they_help(tiny, tmp_path):
+    """Even if that is killed; and save."""
+    endless = tiny(max_iters=10**6, eval_interval=10**6)
+    (tmp_path / "first.py").write_text(FIRST.replace("{settings}", repr(asdict(endless))))
+    paths = os.pathsep.join(map(str, (experiments.ROOT, Path(__file__).parent)))
+    first = subprocess.Popen(
+        [sys.executable, "first.py"], stdin=subprocess.PIPE, env=os.environ | {"PYTHONPATH": paths}
+    )
+    run = experiments.RUNS / experiments.fingerprint(endless)
+    until((run / "best.pt").exists)
+    first.kill()
+    first.communicate()
+
+    def is_free():
+        try:
+            checkpoint.claim(run, "result.lock").close()
+        except checkpoint.InUse:
+            return False
+        return True
+
+    until(is_free)
+    assert checkpoint.load(run / "ckpt.pt")["step"] > 0
 
 
 def test_other_code_or_text_is_another_run(tiny, tmp_path, monkeypatch):
@@ -145,7 +199,7 @@ def test_other_code_or_text_is_another_run(tiny, tmp_path, monkeypatch):
 def test_compare_pairs_its_runs(tiny, monkeypatch):
     """Report 43."""
     seen = []
-    monkeypatch.setattr(experiments, "ahead", lambda cfgs: None)
+    monkeypatch.setattr(experiments, "ahead", lambda cfgs, **_: None)
     monkeypatch.setattr(experiments, "trained", lambda cfg: seen.append(cfg) or RESULT)
     compare.compare(compare.CompareConfig(dataset=tiny().dataset, seeds=2, train=tiny()))
     assert [cfg.attention for cfg in seen] == [*ATTENTIONS] * 2
@@ -170,6 +224,9 @@ def test_compare(tiny, tmp_path):
     standard, diff = numbers["kinds"].values()
     assert diff["params"] - standard["params"] == 2 * 6 * 8  # two layers of 6 D
     assert len(diff["val_loss"]) == 2 and diff["val_loss"][0] != diff["val_loss"][1]
+    for speeds, threads, shown in (([None, 2e4], [1, 1], "20,000"), ([None] * 2, [1, 1], ""), ([9.0, 9.0], [1, 2], "")):
+        other = {**numbers, "kinds": {**numbers["kinds"], "diff": {**diff, "tokens_per_s": speeds, "threads": threads}}}
+        assert compare.tables(other)["losses"][2][-1] == shown
     rows = compare.tables(numbers)["losses"]
     assert [row[0] for row in rows] == ["attention", "standard", "diff"]
     compare.picture(numbers, tmp_path / "curves.png")
