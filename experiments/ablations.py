@@ -19,7 +19,9 @@ import torch
 import data
 import experiments
 from config import TrainConfig
-from experiments import against, pm, trained, tune
+from experiments import against, pm, training, tune
+from experiments.program import command
+from experiments.training import trained
 from model import ATTENTIONS, GPT, DiffAttention, DiffAttentionV2, RMSNorm, StandardAttention, upcast
 from run_log import read_log
 
@@ -115,12 +117,12 @@ SPIKE = 0.5  # nats: a training loss so far above the lowest before it
 @dataclass
 class AblationsConfig:
     seeds: int = 3  # runs of each
-    first_seed: int = experiments.FIRST_SEED  # of these runs
+    first_seed: int = training.FIRST_SEED  # of these runs
     updates: int = 200  # of a run at a high learning rate
     tuned: bool = False  # each version's own learning rate and initial scale, from tune-shakespeare.json
     quick: bool = False  # one seed, a quarter of the updates
     jobs: int = 1  # runs at a time, each in a process of its own
-    train: TrainConfig = field(default_factory=lambda: replace(experiments.preset("shakespeare"), max_iters=1000))
+    train: TrainConfig = field(default_factory=lambda: replace(training.preset("shakespeare"), max_iters=1000))
 
 
 def version(name):
@@ -132,7 +134,7 @@ def arms(base, tuned=False):
     """{name: TrainConfig}: the two versions and their baseline, then the variants."""
     for name in VARIANTS:
         ATTENTIONS.setdefault(name, VARIANTS[name])
-    found = experiments.arms(base, ("standard", "diff", "diff_v2"), tuned)
+    found = training.arms(base, ("standard", "diff", "diff_v2"), tuned)
     wide = replace(found["standard"], n_head=base.n_head // 2, n_kv_head=(base.n_kv_head + 1) // 2)
     found |= {"standard, half the heads, twice as wide": wide}
     found |= {"the same, head norm": replace(wide, attention="standard_norm")}
@@ -171,8 +173,8 @@ def spikes(cfg):
 
 def ablations(cfg):
     """{"train", "seeds", "arms": {name: {"val_loss", "gradients": [of a seed], "spikes": [of RATES] of a seed}}}"""
-    experiments.check(cfg)
-    cfg = experiments.shortened(cfg)
+    training.check(cfg)
+    cfg = training.shortened(cfg)
     shared = cfg.train
     seeds, found = range(cfg.first_seed, cfg.first_seed + cfg.seeds), {}
     text = data.load(shared.dataset, shared.tokenizer, shared.bpe_vocab_size, shared.difficulty())
@@ -180,13 +182,13 @@ def ablations(cfg):
     runs = []  # (name, run, the same with the settings that all share from there on, that at high rates)
     for name, arm in arms(cfg.train, cfg.tuned).items():
         arm.check()
-        found[name] = {**experiments.own(arm), "val_loss": [], "gradients": [], "spikes": []}
+        found[name] = {**training.own(arm), "val_loss": [], "gradients": [], "spikes": []}
         for seed in seeds:
             arm = replace(arm, seed=seed, data_seed=seed)
-            equal = replace(arm, **experiments.own(shared))
+            equal = replace(arm, **training.own(shared))
             fast = at_rates(equal, updates) if name in ("standard", "diff", "diff_no_norm", "diff_v2") else []
             runs.append((name, arm, equal, fast))
-    experiments.ahead([run for _, arm, _, fast in runs for run in (arm, *fast)], trials=True)
+    training.ahead([run for _, arm, _, fast in runs for run in (arm, *fast)], trials=True)
     for name, arm, equal, fast in runs:
         found[name]["val_loss"].append(tune.last_loss(arm))
         found[name]["gradients"].append(gradients(equal, text))
@@ -237,7 +239,7 @@ def picture(numbers, path):
 
 
 def main():
-    experiments.command(AblationsConfig, ablations, "ablations", tables, picture, __doc__)
+    command(AblationsConfig, ablations, "ablations", tables, picture, __doc__)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ import data
 import experiments
 from config import TrainConfig, need
 from evaluate import evaluate
-from experiments import mean_sd, pm
+from experiments import mean_sd, pm, training
+from experiments.program import command
 from model import ATTENTIONS, GPT
 from run_log import read_log
 
@@ -41,12 +42,12 @@ class AnatomyConfig:
     dataset: str = "shakespeare"  # whatever train.py takes
     kinds: tuple[str, ...] = tuple(ATTENTIONS)
     seeds: int = 5  # models of each kind
-    first_seed: int = experiments.FIRST_SEED  # of these models
+    first_seed: int = training.FIRST_SEED  # of these models
     windows: int = 8  # of the validation text, to look at maps; losses are of all of the run's
     tuned: bool = False  # each kind's own learning rate and initial scale, from tune-DATASET.json
     quick: bool = False  # one seed, a quarter of the updates
     jobs: int = 1  # runs at a time, each in a process of its own
-    train: TrainConfig = field(default_factory=partial(experiments.preset, "shakespeare"))  # of the models
+    train: TrainConfig = field(default_factory=partial(training.preset, "shakespeare"))  # of the models
 
 
 def effective_rank(A):
@@ -135,15 +136,15 @@ def scaled(model, loss, scale):
 
 def anatomy(cfg):
     """{"settings", "seeds", "kinds": {kind: {number: [a seed's mean over layers], "layers", "lambdas", "scaled"}}}"""
-    experiments.check(cfg)
+    training.check(cfg)
     need(cfg.windows >= 1, f"windows={cfg.windows} must be at least 1")
-    cfg = experiments.shortened(cfg)
+    cfg = training.shortened(cfg)
     train = cfg.train
     text = data.load(cfg.dataset, train.tokenizer, train.bpe_vocab_size, train.difficulty())
     windows = text.val_windows(train.eval_windows, train.block_size)
-    arms = experiments.arms(cfg.train, cfg.kinds, cfg.tuned)
+    arms = training.arms(cfg.train, cfg.kinds, cfg.tuned)
     seeds, kinds = range(cfg.first_seed, cfg.first_seed + cfg.seeds), {}
-    for kind, seed, model, result in experiments.models(arms, seeds):
+    for kind, seed, model, result in training.models(arms, seeds):
 
         def loss(model=model):
             value = evaluate(model, windows, train.batch_size, torch.device("cpu"))[0]
@@ -151,8 +152,8 @@ def anatomy(cfg):
             return value
 
         empty = {name: [] for name in ("layers", "lambdas", "scaled", *NUMBERS)}
-        k = kinds.setdefault(kind, {**experiments.own(arms[kind]), **empty})
-        texts = experiments.equally_long(windows, cfg.windows)
+        k = kinds.setdefault(kind, {**training.own(arms[kind]), **empty})
+        texts = training.equally_long(windows, cfg.windows)
         layers, rises = looking(model, texts), importances(model, loss)
         for layer, before in zip(layers, looking(GPT(model.cfg, seed).eval(), texts)):
             layer["cosine at the start"] = before["cosine"]
@@ -199,7 +200,7 @@ def picture(numbers, path):
 
 
 def main():
-    experiments.command(AnatomyConfig, anatomy, "anatomy", tables, picture, __doc__)
+    command(AnatomyConfig, anatomy, "anatomy", tables, picture, __doc__)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import experiments
 from config import TrainConfig
-from experiments import against, pm
+from experiments import against, pm, training
+from experiments.program import command
 from model import ATTENTIONS
 
 EACH = ("val_loss", "answers", "lambdas", "history", "tokens_per_s", "threads", "seconds")  # what is kept of each run
@@ -26,7 +27,7 @@ class CompareConfig:
     dataset: str = "stories"  # whatever train.py takes
     kinds: tuple[str, ...] = tuple(ATTENTIONS)  # the first is what the others are compared with
     seeds: int = 5  # runs of each kind
-    first_seed: int = experiments.FIRST_SEED  # of these runs; the others follow
+    first_seed: int = training.FIRST_SEED  # of these runs; the others follow
     tuned: bool = False  # each kind's own learning rate and initial scale, from tune-DATASET.json
     quick: bool = False  # one seed, a quarter of the updates
     jobs: int = 1  # runs at a time, each in a process of its own
@@ -36,16 +37,16 @@ class CompareConfig:
 
 def compare(cfg):
     """Trains what is missing. Returns {"settings", "seeds", "baseline", "kinds": {kind: numbers}}, plain types."""
-    experiments.check(cfg)
-    cfg = experiments.shortened(cfg)
+    training.check(cfg)
+    cfg = training.shortened(cfg)
     seeds = range(cfg.first_seed, cfg.first_seed + cfg.seeds)
-    arms, runs = experiments.arms(cfg.train, cfg.kinds, cfg.tuned), {kind: [] for kind in cfg.kinds}
-    for kind, _, result in experiments.runs(arms, seeds):
+    arms, runs = training.arms(cfg.train, cfg.kinds, cfg.tuned), {kind: [] for kind in cfg.kinds}
+    for kind, _, result in training.runs(arms, seeds):
         runs[kind].append(result)
     numbers = {"settings": vars(cfg.train), "seeds": list(seeds), "baseline": cfg.kinds[0], "kinds": {}}
     for kind, results in runs.items():
         numbers["kinds"][kind] = {
-            **experiments.own(arms[kind]),
+            **training.own(arms[kind]),
             **{name: results[0][name] for name in ("params", "entropy")},
             **{name: [r.get(name) for r in results] for name in EACH},
         }
@@ -119,7 +120,7 @@ def picture(numbers, path):
 
 
 def main():
-    experiments.command(CompareConfig, compare, "compare", tables, picture, __doc__)
+    command(CompareConfig, compare, "compare", tables, picture, __doc__)
 
 
 if __name__ == "__main__":

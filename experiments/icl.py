@@ -24,7 +24,8 @@ import checkpoint
 import experiments
 from config import TrainConfig, need
 from data import tokenizers
-from experiments import against, pm, tune
+from experiments import against, pm, training, tune
+from experiments.program import command
 from model import ATTENTIONS
 
 CLASSES = {
@@ -43,7 +44,7 @@ SHOTS = (0, 1, 2, 4, 8, 16, 31)  # examples before the one that is scored
 class IclConfig:
     kinds: tuple[str, ...] = tuple(ATTENTIONS)  # the first is what the others are compared with
     seeds: int = 3  # models of each kind
-    first_seed: int = experiments.FIRST_SEED  # of these models
+    first_seed: int = training.FIRST_SEED  # of these models
     texts: int = 50000  # to train on
     texts_asked: int = 200  # in which every label is asked for
     examples: int = 8  # of a set whose order is changed, equally many of each class
@@ -77,7 +78,7 @@ def prepare(count):
     lines = {s: [text(episode(draw, SHOTS[-1] + 1)) + "\n" for _ in range(count)] for s, draw in texts.items()}
     lines["val"] = lines["val"][:1000]
     key = hashlib.sha256("".join(lines["train"]).encode()).hexdigest()[:12]
-    folder, words = experiments.RUNS / f"icl-{key}", tokenizer()
+    folder, words = training.RUNS / f"icl-{key}", tokenizer()
     if not (folder / "meta.json").exists():  # written last
         folder.mkdir(parents=True, exist_ok=True)
         for split, told in lines.items():
@@ -127,7 +128,7 @@ def by_order(model, words, sets, examples, orders):
 
 def icl(cfg):
     """{"train", "tuning", "seeds", "kinds": {kind: {"shots": [a seed's], "orders": [a seed's], "val_loss"}}}"""
-    experiments.check(cfg, "block_size")
+    training.check(cfg, "block_size")
     for name in ("texts", "texts_asked", "sets", "orders"):
         need(getattr(cfg, name) >= 1, f"{name}={getattr(cfg, name)} must be at least 1")
     most, unit = min(map(len, CLASSES.values())) - 1, len(CLASSES)
@@ -137,13 +138,13 @@ def icl(cfg):
     )
     words, folder = tokenizer(), prepare(cfg.texts)
     shared = replace(cfg.train, dataset=str(folder), block_size=3 * (SHOTS[-1] + 1) + 1)
-    cfg = experiments.shortened(replace(cfg, train=shared))
-    arms, found = experiments.arms(cfg.train, cfg.kinds), {}
+    cfg = training.shortened(replace(cfg, train=shared))
+    arms, found = training.arms(cfg.train, cfg.kinds), {}
     if cfg.tuned:
         found = tune.tune(tune.TuneConfig(dataset=str(folder), kinds=cfg.kinds, seeds=1, train=cfg.train))
         arms = {kind: replace(arm, **found["kinds"][kind]["best"]) for kind, arm in arms.items()}
     seeds, kinds = range(cfg.first_seed, cfg.first_seed + cfg.seeds), {}
-    for kind, _, model, result in experiments.models(arms, seeds):
+    for kind, _, model, result in training.models(arms, seeds):
         k = kinds.setdefault(kind, {"shots": [], "orders": [], "val_loss": []})
         k["shots"].append(by_shots(model, words, cfg.texts_asked))
         k["orders"].append(by_order(model, words, cfg.sets, cfg.examples, cfg.orders))
@@ -195,7 +196,7 @@ def picture(numbers, path):
 
 
 def main():
-    experiments.command(IclConfig, icl, "icl", tables, picture, __doc__)
+    command(IclConfig, icl, "icl", tables, picture, __doc__)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,8 @@ import data
 import experiments
 from config import TrainConfig, need
 from evaluate import evaluate
-from experiments import against, pm
+from experiments import against, pm, training
+from experiments.program import command
 from model import ATTENTIONS, rope_table, shared
 
 BITS = (None, 8, 6, 4)
@@ -29,7 +30,7 @@ TOP = {"1st": 0, "2nd": 1, "3rd": 2, "10th": 9, "100th": 99, "median": None}  # 
 class OutliersConfig:
     kinds: tuple[str, ...] = tuple(ATTENTIONS)  # the first is what the others are compared with
     seeds: int = 5  # models of each kind
-    first_seed: int = experiments.FIRST_SEED  # of these models
+    first_seed: int = training.FIRST_SEED  # of these models
     windows: int = 20  # of the validation text, for the largest values; losses are of all of the run's
     tuned: bool = False  # each kind's own learning rate and initial scale, from tune-stories.json
     quick: bool = False  # one seed, a quarter of the updates
@@ -94,16 +95,16 @@ def largest(model, idx):
 
 def outliers(cfg):
     """{"settings", "seeds", "kinds": {kind: {"largest": [a seed's], "bits": [a seed's [loss, answers] for BITS]}}}"""
-    experiments.check(cfg)
+    training.check(cfg)
     need(cfg.windows >= 1, f"windows={cfg.windows} must be at least 1")
-    cfg = experiments.shortened(cfg)
+    cfg = training.shortened(cfg)
     text = data.load("stories", difficulty=cfg.train.difficulty())
     windows = text.val_windows(cfg.train.eval_windows, cfg.train.block_size)
-    arms = experiments.arms(cfg.train, cfg.kinds, cfg.tuned)
+    arms = training.arms(cfg.train, cfg.kinds, cfg.tuned)
     seeds, kinds = range(cfg.first_seed, cfg.first_seed + cfg.seeds), {}
-    for kind, _, model, _ in experiments.models(arms, seeds):
-        k = kinds.setdefault(kind, {**experiments.own(arms[kind]), "largest": [], "bits": []})
-        k["largest"].append(largest(model, experiments.equally_long(windows, cfg.windows)))
+    for kind, _, model, _ in training.models(arms, seeds):
+        k = kinds.setdefault(kind, {**training.own(arms[kind]), "largest": [], "bits": []})
+        k["largest"].append(largest(model, training.equally_long(windows, cfg.windows)))
         losses = []
         for bits in BITS:
             for block in model.blocks:
@@ -147,7 +148,7 @@ def picture(numbers, path):
 
 
 def main():
-    experiments.command(OutliersConfig, outliers, "outliers", tables, picture, __doc__)
+    command(OutliersConfig, outliers, "outliers", tables, picture, __doc__)
 
 
 if __name__ == "__main__":

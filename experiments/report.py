@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass, replace
 
 import experiments
 from config import TrainConfig
-from experiments import compare, icl, mean_sd, paired, pm, preset, print_table, retrieval, scaling
+from experiments import compare, icl, mean_sd, paired, pm, print_table, retrieval, scaling, training
+from experiments.training import preset
 
 SHAKESPEARE, STORIES = preset("shakespeare"), TrainConfig()
 # Of each result: the settings that its runs share now, and how many seeds it needs.
@@ -185,8 +186,8 @@ def wrong(name):
         best = experiments.load(tuning)["kinds"] if name.endswith("-tuned") and name not in FREE_OF else {}
     except ValueError as error:
         return str(error)
-    if len(numbers["seeds"]) < seeds or numbers["seeds"][0] != experiments.FIRST_SEED:
-        return f"{name}.json has seeds {numbers['seeds']}, and needs {seeds} from {experiments.FIRST_SEED} on"
+    if len(numbers["seeds"]) < seeds or numbers["seeds"][0] != training.FIRST_SEED:
+        return f"{name}.json has seeds {numbers['seeds']}, and needs {seeds} from {training.FIRST_SEED} on"
     made, kinds = numbers.get("train") or numbers["settings"], numbers.get("kinds") or numbers["arms"]
     for setting, value in asdict(settings.resolved()).items():
         if setting not in (*FREE, *FREE_OF.get(name, ())) and made.get(setting) != value:

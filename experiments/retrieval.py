@@ -18,7 +18,8 @@ import torch
 import experiments
 from config import TrainConfig, need
 from data import stories, tokenizers
-from experiments import against, pm
+from experiments import against, pm, training
+from experiments.program import command
 from model import ATTENTIONS
 
 FACTS = (2, 4, 8, 12)
@@ -32,7 +33,7 @@ NOISE = [scene for scene in stories.SCENES if len(stories.words(scene)) == 4]
 class RetrievalConfig:
     kinds: tuple[str, ...] = tuple(ATTENTIONS)  # the first is what the others are compared with
     seeds: int = 5  # models of each kind
-    first_seed: int = experiments.FIRST_SEED  # of these models
+    first_seed: int = training.FIRST_SEED  # of these models
     questions: int = 5  # in a row, at most; never more than there are facts
     texts: int = 40  # of each cell of the grid
     tuned: bool = False  # each kind's own learning rate and initial scale, from tune-stories.json
@@ -100,7 +101,7 @@ def ask(model, tokenizer, facts, sentences, depth, questions, texts):
 
 def retrieval(cfg):
     """{"settings", "seeds", "kinds": {kind: [the cells of a seed's model, ..]}}"""
-    experiments.check(cfg)
+    training.check(cfg)
     need(cfg.questions >= 1 and cfg.texts >= 1, f"questions={cfg.questions}, texts={cfg.texts}: at least 1 of each")
     settings = {"questions": cfg.questions, "texts": cfg.texts, "trained_on": cfg.train.block_size}
     need(
@@ -109,16 +110,16 @@ def retrieval(cfg):
         " the models are trained on, ask fewer",
     )
     tokenizer = tokenizers.BPETokenizer.of_words(stories.VOCABULARY)
-    cfg = experiments.shortened(cfg)
+    cfg = training.shortened(cfg)
     settings["texts"] = texts = max(1, cfg.texts // 8) if cfg.quick else cfg.texts
-    arms = experiments.arms(cfg.train, cfg.kinds, cfg.tuned)
+    arms = training.arms(cfg.train, cfg.kinds, cfg.tuned)
     seeds, kinds = range(cfg.first_seed, cfg.first_seed + cfg.seeds), {kind: [] for kind in cfg.kinds}
-    for kind, _, model, _ in experiments.models(arms, seeds):
+    for kind, _, model, _ in training.models(arms, seeds):
         kinds[kind].append([
             ask(model, tokenizer, facts, sentences, depth, cfg.questions, texts)
             for facts in FACTS for sentences in SENTENCES for depth in DEPTHS
         ])  # fmt: skip
-    own = {kind: experiments.own(arm) for kind, arm in arms.items()}
+    own = {kind: training.own(arm) for kind, arm in arms.items()}
     return {"settings": settings, "train": asdict(cfg.train), "own": own, "seeds": list(seeds), "kinds": kinds}
 
 
@@ -174,7 +175,7 @@ def picture(numbers, path):
 
 
 def main():
-    experiments.command(RetrievalConfig, retrieval, "retrieval", tables, picture, __doc__)
+    command(RetrievalConfig, retrieval, "retrieval", tables, picture, __doc__)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ import numpy as np
 
 import experiments
 from config import TrainConfig, need
-from experiments import paired, pm, tune
+from experiments import paired, pm, training, tune
+from experiments.program import command
 from model import ATTENTIONS
 
 
@@ -28,22 +29,22 @@ class ScalingConfig:
     kinds: tuple[str, ...] = tuple(ATTENTIONS)  # the first is what the others are compared with
     widths: tuple[int, ...] = (32, 48, 64, 96, 128)  # channels, in heads of 16 or 24
     seeds: int = 3  # runs of each
-    first_seed: int = experiments.FIRST_SEED  # of these runs
+    first_seed: int = training.FIRST_SEED  # of these runs
     tuned: bool = False  # each kind's own learning rate from tune-shakespeare.json, and initial scale at each width
     quick: bool = False  # one seed, a quarter of the updates
     jobs: int = 1  # runs at a time, each in a process of its own
-    train: TrainConfig = field(default_factory=partial(experiments.preset, "shakespeare"))  # what all runs share
+    train: TrainConfig = field(default_factory=partial(training.preset, "shakespeare"))  # what all runs share
 
 
 def scaling(cfg):
     """{"train", "seeds", "widths", "kinds": {kind: {"learning_rate", "init_std": [a width's], "params": [a width's],
     "val_loss": [[a width's] of a seed]}}}"""
-    experiments.check(cfg, "n_embd", "n_head")
+    training.check(cfg, "n_embd", "n_head")
     need(len(set(cfg.widths)) > 2, f"widths={cfg.widths}: a line through losses needs at least 3 different ones")
     need(len(set(cfg.widths)) == len(cfg.widths), f"widths={cfg.widths}: each of them once")
-    cfg = experiments.shortened(cfg)
+    cfg = training.shortened(cfg)
     seeds = range(cfg.first_seed, cfg.first_seed + cfg.seeds)
-    arms, kinds = experiments.arms(cfg.train, cfg.kinds, cfg.tuned), {}
+    arms, kinds = training.arms(cfg.train, cfg.kinds, cfg.tuned), {}
     for kind, arm in arms.items():
         kinds[kind] = {
             "learning_rate": arm.learning_rate,
@@ -59,7 +60,7 @@ def scaling(cfg):
         sizes |= tuned({size: arm for size, arm in sizes.items() if arm.n_embd != cfg.train.n_embd})
     for (kind, _), arm in sizes.items():
         kinds[kind]["init_std"].append(arm.init_std)
-    for (kind, _), seed, result in experiments.runs(sizes, seeds):
+    for (kind, _), seed, result in training.runs(sizes, seeds):
         kinds[kind]["val_loss"][seed - cfg.first_seed].append(result["val_loss"])
         kinds[kind]["params"] += [result["params"]] * (seed == cfg.first_seed)
     return {"train": asdict(cfg.train), "seeds": list(seeds), "widths": list(cfg.widths), "kinds": kinds}
@@ -75,7 +76,7 @@ def tuned(arms):
         runs = [
             (size, replace(arms[size], init_std=std, seed=seed, data_seed=seed)) for size in arms for std in tries[size]
         ]
-        experiments.ahead([run for _, run in runs], trials=True)
+        training.ahead([run for _, run in runs], trials=True)
         for size, run in runs:
             losses[size][run.init_std] = tune.score([tune.last_loss(run)])
         tries = {size: beyond(found) for size, found in losses.items()}
@@ -154,7 +155,7 @@ def picture(numbers, path):
 
 
 def main():
-    experiments.command(ScalingConfig, scaling, "scaling", tables, picture, __doc__)
+    command(ScalingConfig, scaling, "scaling", tables, picture, __doc__)
 
 
 if __name__ == "__main__":

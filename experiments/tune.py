@@ -12,9 +12,10 @@ import math
 import statistics
 from dataclasses import asdict, dataclass, field, replace
 
-import experiments
 from config import TrainConfig
-from experiments import TUNED, pm, trained
+from experiments import pm, training
+from experiments.program import command
+from experiments.training import TUNED, trained
 from model import ATTENTIONS
 
 FACTORS = (0.5, 1.0, 2.0)  # of what the settings say
@@ -34,8 +35,8 @@ class TuneConfig:
 
 def tune(cfg):
     """Trains what is missing. Returns {"settings", "seeds", "kinds": {kind: {"tries": [..], "best": {..}}}}."""
-    experiments.check(cfg)
-    cfg = experiments.shortened(cfg)
+    training.check(cfg)
+    cfg = training.shortened(cfg)
     base = cfg.train
     for kind in cfg.kinds:
         replace(base, attention=kind).check()
@@ -57,14 +58,14 @@ def tune(cfg):
         while beyond and len(values) < MOST:
             values = sorted(values + beyond)
             ways = {kind: [replace(arm, **{name: v}) for v in values] for kind, arm in best.items()}
-            experiments.ahead([cfg for arms in ways.values() for arm in arms for cfg in with_seeds(arm)], trials=True)
+            training.ahead([cfg for arms in ways.values() for arm in arms for cfg in with_seeds(arm)], trials=True)
             best = {kind: min(arms, key=loss) for kind, arms in ways.items()}
             wins = [getattr(arm, name) for arm in best.values()]
             beyond = [values[0] / 2] * (values[0] in wins) + [values[-1] * 2] * (values[-1] in wins)
     kinds = {
         kind: {
             "tries": [{**dict(zip(TUNED, key)), "val_loss": losses} for key, losses in tries[kind].items()],
-            "best": experiments.own(arm),
+            "best": training.own(arm),
         }
         for kind, arm in best.items()
     }
@@ -98,7 +99,7 @@ def tables(numbers):
 
 
 def main():
-    experiments.command(TuneConfig, tune, "tune", tables, None, __doc__)
+    command(TuneConfig, tune, "tune", tables, None, __doc__)
 
 
 if __name__ == "__main__":

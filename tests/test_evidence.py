@@ -14,7 +14,8 @@ import experiments
 from config import TrainConfig
 from data import stories, tokenizers
 from evaluate import evaluate
-from experiments import ablations, anatomy, compare, icl, outliers, report, retrieval, scaling, tune
+from experiments import ablations, anatomy, compare, icl, outliers, report, retrieval, scaling, training, tune
+from experiments.program import command
 from model import ATTENTIONS, GPT, GPTConfig, eager, rope_table, shared, softmax_map
 
 WORDS = tokenizers.BPETokenizer.of_words(stories.VOCABULARY)
@@ -86,7 +87,7 @@ def test_tuning_finds_what_is_best_for_each_kind(monkeypatch):
         return {"val_loss": abs(math.log(cfg.learning_rate / rate)) + abs(math.log(cfg.init_std / std)) + cfg.seed}
 
     monkeypatch.setattr(tune, "trained", stand_in)
-    monkeypatch.setattr(experiments, "ahead", lambda cfgs, **_: None)
+    monkeypatch.setattr(training, "ahead", lambda cfgs, **_: None)
     base = replace(TOY, learning_rate=1e-3, init_std=0.1)
     numbers = tune.tune(tune.TuneConfig(kinds=("standard", "diff"), train=base))
     assert {kind: (k["best"]["learning_rate"], k["best"]["init_std"]) for kind, k in numbers["kinds"].items()} == ideal
@@ -104,20 +105,20 @@ def test_tuning_finds_what_is_best_for_each_kind(monkeypatch):
     ideal["diff"] = (1e-3, 0.1)
 
     experiments.save(experiments.RESULTS / "tune-stories.json", numbers)
-    found = experiments.best_of("standard", base)
+    found = training.best_of("standard", base)
     assert (found.learning_rate, found.init_std, found.max_iters) == (2e-3, 0.2, 2)
     with pytest.raises(ValueError, match="made with max_iters=2, not 3: leave out --tuned"):
-        experiments.best_of("standard", replace(base, max_iters=3))
+        training.best_of("standard", replace(base, max_iters=3))
     with pytest.raises(ValueError, match="no attention='diff_v2'"):
-        experiments.best_of("diff_v2", base)
+        training.best_of("diff_v2", base)
     with pytest.raises(ValueError, match="run python -m experiments.tune --dataset=a/my.txt first"):
-        experiments.best_of("diff", replace(base, dataset="a/my.txt"))
-    assert experiments.best_of("diff", experiments.shorter(base)).init_std == ideal["diff"][1]  # with --quick
-    assert experiments.best_of("diff", replace(base, max_iters=1)).max_iters == 1
+        training.best_of("diff", replace(base, dataset="a/my.txt"))
+    assert training.best_of("diff", training.shorter(base)).init_std == ideal["diff"][1]  # with --quick
+    assert training.best_of("diff", replace(base, max_iters=1)).max_iters == 1
     compared = []
     result = {"params": 1, "val_loss": 2.0, "answers": None, "entropy": None, "lambdas": [], "history": [],
               "tokens_per_s": 1.0, "seconds": 1.0}  # fmt: skip
-    monkeypatch.setattr(experiments, "trained", lambda cfg, **_: compared.append(cfg) or result)
+    monkeypatch.setattr(training, "trained", lambda cfg, **_: compared.append(cfg) or result)
     cfg = compare.CompareConfig(kinds=("standard", "diff"), seeds=1, tuned=True, train=base)
     assert compare.compare(cfg)["kinds"]["standard"]["learning_rate"] == 2e-3
     assert [(cfg.learning_rate, cfg.init_std) for cfg in compared] == list(ideal.values())
@@ -126,7 +127,7 @@ def test_tuning_finds_what_is_best_for_each_kind(monkeypatch):
 def test_sizes_and_variants_have_what_was_found_for_their_kind(monkeypatch, variants):
     """With --tuned, at every width; a variant has what its version has."""
     found = {"standard": (1e-3, 0.1), "diff": (2e-3, 0.05), "diff_v2": (4e-3, 0.2)}
-    best = {kind: {"best": dict(zip(experiments.TUNED, values))} for kind, values in found.items()}
+    best = {kind: {"best": dict(zip(training.TUNED, values))} for kind, values in found.items()}
     experiments.save(experiments.RESULTS / "tune-stories.json", {"settings": asdict(USUAL), "kinds": best})
     trained, tried, factor = [], [], lambda cfg: {16: 4.0, 32: 0.5}[cfg.n_embd]
 
@@ -134,9 +135,9 @@ def test_sizes_and_variants_have_what_was_found_for_their_kind(monkeypatch, vari
         tried.append(cfg)
         return {"val_loss": abs(cfg.init_std - factor(cfg) * found[cfg.attention][1])}
 
-    monkeypatch.setattr(experiments, "ahead", lambda cfgs, **_: None)
+    monkeypatch.setattr(training, "ahead", lambda cfgs, **_: None)
     monkeypatch.setattr(tune, "trained", try_out)
-    monkeypatch.setattr(experiments, "trained", lambda cfg: trained.append(cfg) or {"val_loss": 2.0, "params": 1})
+    monkeypatch.setattr(training, "trained", lambda cfg: trained.append(cfg) or {"val_loss": 2.0, "params": 1})
     numbers = scaling.scaling(scaling.ScalingConfig(widths=(16, 32, 64), seeds=1, tuned=True, train=USUAL))
     assert len(trained) == 9 and {cfg.n_embd for cfg in trained} == {16, 32, 64}
     arms = ablations.arms(USUAL, tuned=True)
@@ -288,9 +289,9 @@ def test_how_uneven_heads_are():
 def test_what_fills_up_a_story_is_left_out():
     x = np.arange(40).reshape(4, 10)
     y = np.where(np.arange(10) < np.array([4, 10, 6, 8])[:, None], x, -1)
-    found = experiments.equally_long((x, y, None), 9)
+    found = training.equally_long((x, y, None), 9)
     assert found.tolist() == [x[1, :8].tolist(), x[3, :8].tolist()]
-    assert experiments.equally_long((x, x, None), 3).tolist() == x[:3].tolist()
+    assert training.equally_long((x, x, None), 3).tolist() == x[:3].tolist()
 
 
 # --- outliers --------------------------------------------------------------------------------
@@ -455,7 +456,7 @@ def test_gradients_and_spikes_are_of_equal_settings(monkeypatch, variants):
     best = {kind: {"best": {"learning_rate": 1e-3 * i, "init_std": 0.1 * i}} for i, kind in enumerate(ATTENTIONS, 1)}
     experiments.save(experiments.RESULTS / "tune-stories.json", {"settings": asdict(TOY), "kinds": best})
     seen, fast, before = [], [], []
-    monkeypatch.setattr(experiments, "ahead", lambda cfgs, **_: before.extend(cfgs))
+    monkeypatch.setattr(training, "ahead", lambda cfgs, **_: before.extend(cfgs))
     monkeypatch.setattr(tune, "trained", lambda cfg: {"val_loss": 2.0})
     monkeypatch.setattr(ablations, "gradients", lambda cfg, text: seen.append(cfg) or {"q_proj": 1.0})
     monkeypatch.setattr(ablations, "spikes", lambda cfg: fast.append(cfg) or len(fast))
@@ -574,7 +575,7 @@ def arm(*losses):
 
 def save_best(dataset, **kinds):
     """tune-DATASET.json: (learning rate, init_std) of each kind."""
-    best = {kind: {"best": dict(zip(experiments.TUNED, values))} for kind, values in kinds.items()}
+    best = {kind: {"best": dict(zip(training.TUNED, values))} for kind, values in kinds.items()}
     experiments.save(experiments.RESULTS / f"tune-{dataset}.json", {"kinds": best})
 
 
@@ -623,7 +624,7 @@ def test_claims_get_their_verdicts_from_results(capsys, monkeypatch):
     ):
         experiments.save(path, {**numbers, **wrong})
         assert said in report.wrong("compare-shakespeare-tuned")
-    of_all = {name: {setting: k[setting] for setting in experiments.TUNED} for name, k in kinds.items()}
+    of_all = {name: {setting: k[setting] for setting in training.TUNED} for name, k in kinds.items()}
     of_all["diff_v2"]["init_std"] = 0.3  # of a result that keeps them beside its kinds
     experiments.save(path, {**numbers, "own": of_all})
     assert report.wrong("compare-shakespeare-tuned").endswith("init_std=0.3 for diff_v2, tune-shakespeare.json 0.1")
@@ -716,7 +717,7 @@ def test_a_result_of_other_settings_has_another_name(flags, name, monkeypatch, c
 
     monkeypatch.setattr("sys.argv", ["toy", *flags])
     drawn = []
-    experiments.command(
+    command(
         ToyConfig, lambda cfg: {"seeds": [0], "updates": cfg.train.max_iters}, "toy",
         lambda numbers: {"": [["updates"], [str(numbers["updates"])]]},
         lambda numbers, path: drawn.append(path.name), "A toy.",
@@ -727,26 +728,26 @@ def test_a_result_of_other_settings_has_another_name(flags, name, monkeypatch, c
     assert f"experiments/results/{name}.json" in capsys.readouterr().out
     monkeypatch.setattr("sys.argv", ["toy", "--name=../x"])
     with pytest.raises(SystemExit, match="toy: name='../x' must be the name of a file"):
-        experiments.command(ToyConfig, None, "toy", None, None, "A toy.")
+        command(ToyConfig, None, "toy", None, None, "A toy.")
     for error, said in ((MemoryError("too little"), "toy: too little"), (KeyboardInterrupt(), "130")):
         monkeypatch.setattr("sys.argv", ["toy"])
         fails = lambda cfg, error=error: (_ for _ in ()).throw(error)  # noqa: E731
         with pytest.raises(SystemExit, match=said):
-            experiments.command(ToyConfig, fails, "toy", None, None, "A toy.")
+            command(ToyConfig, fails, "toy", None, None, "A toy.")
 
 
 def test_quick_is_shorter_and_easier():
     settings = compare.CompareConfig(seeds=4, train=TrainConfig(max_iters=400, people=9, fewest=3, denials=5))
-    assert experiments.shortened(settings) == replace(settings, train=replace(settings.train, emb_std=0.5))
-    assert experiments.shortened(replace(settings, dataset="a.txt")).train == replace(
+    assert training.shortened(settings) == replace(settings, train=replace(settings.train, emb_std=0.5))
+    assert training.shortened(replace(settings, dataset="a.txt")).train == replace(
         settings.train, dataset="a.txt", emb_std=0.1
     )
-    quick = experiments.shortened(replace(settings, quick=True))
+    quick = training.shortened(replace(settings, quick=True))
     easier = replace(settings.train, max_iters=100, people=6, denials=0, emb_std=0.5)
     assert quick.seeds == 1 and quick.train == easier
     for fewest, people in ((7, 7), (2, 4)):
         crowd = replace(settings.train, fewest=fewest, people=max(people, fewest))
-        assert experiments.shortened(replace(settings, quick=True, train=crowd)).train.people == people
+        assert training.shortened(replace(settings, quick=True, train=crowd)).train.people == people
 
 
 # --- Each of them from its first run to its picture ------------------------------------------
@@ -777,7 +778,7 @@ def test_from_training_to_picture(experiment, settings, tmp_path, monkeypatch, v
     experiment.picture(numbers, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 5000
     if experiment is outliers:  # without bits it is the run's own loss
-        model = next(experiments.models({"diff": replace(TOY, attention="diff")}, [1]))[2]
+        model = next(training.models({"diff": replace(TOY, attention="diff")}, [1]))[2]
         windows = data.load("stories", difficulty=Few()).val_windows(4, TOY.block_size)
         own = evaluate(model, windows, 2, torch.device("cpu"))[0]
         assert numbers["kinds"]["diff"]["bits"][0][0][0] == pytest.approx(own, abs=1e-5)

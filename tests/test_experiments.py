@@ -21,7 +21,8 @@ import checkpoint
 import data
 import experiments
 from data.tokenizers import CharTokenizer
-from experiments import compare, length, maps, mean_sd, measure, paired, speed, trained
+from experiments import compare, length, maps, mean_sd, measure, paired, speed, training
+from experiments.training import trained
 from model import ATTENTIONS, GPT, GPTConfig, eager, fastest
 from sample import encode_prompt
 from train import train
@@ -51,17 +52,17 @@ def test_trained_runs_are_remembered_and_gone_on_with(tiny, monkeypatch, capsys)
         return {"val_loss": 1.0, "seconds": 1.0}
 
     monkeypatch.setattr("train.train", stand_in)
-    monkeypatch.setattr(experiments, "REMEMBERED", remembered := {})
+    monkeypatch.setattr(training, "REMEMBERED", remembered := {})
     for _ in range(2):
         assert trained(tiny(max_iters=6, out_dir="elsewhere")) == first and not called and not remembered
-    monkeypatch.setattr(experiments, "TRAINED", set())  # another process
+    monkeypatch.setattr(training, "TRAINED", set())  # another process
     for _ in range(2):
         assert trained(tiny(max_iters=6)) == first and not called
     assert list(remembered.values()) == [first["seconds"]] and first["seconds"] > 0
     assert "remembered" in capsys.readouterr().out
     trained(tiny(max_iters=6, seed=1))
     assert called[0].seed == 1 and not called[0].resume
-    run = experiments.RUNS / experiments.fingerprint(tiny(max_iters=7))
+    run = training.RUNS / training.fingerprint(tiny(max_iters=7))
     run.mkdir(parents=True)
     (run / "ckpt.pt").touch()
     trained(tiny(max_iters=7))
@@ -76,8 +77,8 @@ def test_a_run_that_diverged_is_remembered(tiny, monkeypatch):
         raise FloatingPointError("the loss is nan")
 
     monkeypatch.setattr("train.train", stand_in)
-    experiments.ahead([tiny()], trials=True)
-    for again in (lambda: trained(tiny()), lambda: experiments.ahead([tiny(), tiny(seed=1)])):
+    training.ahead([tiny()], trials=True)
+    for again in (lambda: trained(tiny()), lambda: training.ahead([tiny(), tiny(seed=1)])):
         with pytest.raises(FloatingPointError, match="the loss is nan"):
             again()
     assert len(called) == 1
@@ -87,10 +88,10 @@ def test_a_run_that_another_process_is_at(tiny, monkeypatch, capsys):
     """Is left to it, or waited for."""
     monkeypatch.setattr("train.train", lambda cfg: {"val_loss": float(cfg.seed)})
     theirs, ours = tiny(seed=1), tiny(seed=2)
-    run = experiments.RUNS / experiments.fingerprint(theirs)
+    run = training.RUNS / training.fingerprint(theirs)
     run.mkdir(parents=True)
     lock = checkpoint.claim(run, "result.lock")
-    experiments.ahead([theirs, ours])
+    training.ahead([theirs, ours])
     assert not (run / "result.json").exists() and trained(ours)["val_loss"] == 2
     with pytest.raises(checkpoint.InUse):
         trained(theirs, wait=False)
@@ -119,31 +120,31 @@ def until(true):
 
 def share(cfg):
     data.CACHE = cfg.cache
-    experiments.ahead(cfg.runs)
+    training.ahead(cfg.runs)
     (cfg.cache / "measured").touch()  # which is the first process's part
 
 
 def test_helpers_train_and_save_what_they_are_at(tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     short, endless = tiny(), tiny(max_iters=10**6, eval_interval=10**6)
-    ends = experiments.RUNS / experiments.fingerprint(short) / "result.json"
-    goes_on = experiments.RUNS / experiments.fingerprint(endless)
-    with experiments.helpers(share, Shared([short, endless], tmp_path / "cache")):
+    ends = training.RUNS / training.fingerprint(short) / "result.json"
+    goes_on = training.RUNS / training.fingerprint(endless)
+    with training.helpers(share, Shared([short, endless], tmp_path / "cache")):
         until((goes_on / "best.pt").exists)
     assert json.loads(ends.read_text())["val_loss"] == pytest.approx(train(short)["val_loss"], abs=1e-6)
     assert checkpoint.load(goes_on / "ckpt.pt")["step"] >= 0 and not (goes_on / "result.json").exists()
     assert not multiprocessing.active_children()
     checkpoint.claim(goes_on, "result.lock").close()
-    with experiments.helpers(share, Shared([short], tmp_path / "cache")):
+    with training.helpers(share, Shared([short], tmp_path / "cache")):
         multiprocessing.active_children()[0].join()  # of itself, when nothing is left to train
     assert "warning" not in capsys.readouterr().out and not (tmp_path / "cache" / "measured").exists()
-    with experiments.helpers(share, Shared([None], tmp_path / "cache")):
+    with training.helpers(share, Shared([None], tmp_path / "cache")):
         multiprocessing.active_children()[0].join()
     assert "warning: 1 helpers ended early (exit code 1)" in capsys.readouterr().out
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     for jobs, why in ((0, "jobs=0 must be from 1 to 2, the cores"), (3, "jobs=3 must"), (2, "cannot lock files")):
         monkeypatch.setattr(checkpoint, "claim", lambda *_, **__: nullcontext())  # as on a file system without locks
-        with pytest.raises(ValueError, match=why), experiments.helpers(share, Shared([], tmp_path, jobs)):
+        with pytest.raises(ValueError, match=why), training.helpers(share, Shared([], tmp_path, jobs)):
             pass
 
 
@@ -151,7 +152,7 @@ FIRST = """
 import sys
 from pathlib import Path
 import test_experiments
-from experiments import helpers
+from experiments.training import helpers
 from config import TrainConfig
 if __name__ == "__main__":
     cfg = test_experiments.Shared([TrainConfig(**{settings})], Path("cache"))
@@ -168,7 +169,7 @@ def test_helpers_end_with_the_process_that_they_help(tiny, tmp_path):
     first = subprocess.Popen(
         [sys.executable, "first.py"], stdin=subprocess.PIPE, env=os.environ | {"PYTHONPATH": paths}
     )
-    run = experiments.RUNS / experiments.fingerprint(endless)
+    run = training.RUNS / training.fingerprint(endless)
     until((run / "best.pt").exists)
     first.kill()
     first.communicate()
@@ -187,20 +188,20 @@ def test_helpers_end_with_the_process_that_they_help(tiny, tmp_path):
 def test_other_code_or_text_is_another_run(tiny, tmp_path, monkeypatch):
     text = tmp_path / "text.txt"
     text.write_text("one text " * 50)
-    before = experiments.fingerprint(tiny(dataset=str(text)))
-    assert experiments.fingerprint(tiny(dataset=str(text))) == before
+    before = training.fingerprint(tiny(dataset=str(text)))
+    assert training.fingerprint(tiny(dataset=str(text))) == before
     text.write_text("another text " * 50)
-    assert experiments.fingerprint(tiny(dataset=str(text))) != before
-    before, model = experiments.fingerprint(tiny()), experiments.ROOT / "model.py"
-    monkeypatch.setitem(experiments.CODE, model, experiments.CODE[model] + b" ")
-    assert experiments.fingerprint(tiny()) != before
+    assert training.fingerprint(tiny(dataset=str(text))) != before
+    before, model = training.fingerprint(tiny()), experiments.ROOT / "model.py"
+    monkeypatch.setitem(training.CODE, model, training.CODE[model] + b" ")
+    assert training.fingerprint(tiny()) != before
 
 
 def test_compare_pairs_its_runs(tiny, monkeypatch):
     """Report 43."""
     seen = []
-    monkeypatch.setattr(experiments, "ahead", lambda cfgs, **_: None)
-    monkeypatch.setattr(experiments, "trained", lambda cfg: seen.append(cfg) or RESULT)
+    monkeypatch.setattr(training, "ahead", lambda cfgs, **_: None)
+    monkeypatch.setattr(training, "trained", lambda cfg: seen.append(cfg) or RESULT)
     compare.compare(compare.CompareConfig(dataset=tiny().dataset, seeds=2, train=tiny()))
     assert [cfg.attention for cfg in seen] == [*ATTENTIONS] * 2
     for i in range(2):
