@@ -177,8 +177,8 @@ def tables(numbers):
             row.append(pm(spreads[kind][sort], "{:.1%}"))
             row.append("" if kind == baseline else against(spreads[kind][sort], spreads[baseline][sort], "{:.1%}"))
         orders.append([*row, pm([statistics.fmean(mean for *_, mean in o["random"]) for o in k["orders"]], "{:.1%}")])
-    found = numbers.get("tuning")
-    return {"shots": shots, "orders": orders} | (tune.tables(found) if found else {})
+    tries = tune.tables(numbers["tuning"]) if numbers["tuning"] else {}
+    return {"shots": shots, "orders": orders, **tries}
 
 
 def spread(of_sets):

@@ -23,12 +23,12 @@ NEEDED = {
     "compare-shakespeare-tuned": (SHAKESPEARE, 5), "scaling-tuned": (SHAKESPEARE, 3),
     "ablations-tuned": (replace(SHAKESPEARE, max_iters=1000), 3),
     "anatomy-shakespeare-tuned": (SHAKESPEARE, 3), "retrieval": (STORIES, 5), "outliers": (STORIES, 3),
-    "icl": (replace(STORIES, n_head=4, max_iters=3000), 3),
+    "icl-tuned": (replace(STORIES, n_head=4, max_iters=3000), 3),
 }  # fmt: skip
 NEITHER = "not distinguishable"
 # What an experiment sets itself, run by run; icl has a text of its own besides.
 FREE = ("attention", "seed", "data_seed", "out_dir", "preset")
-FREE_OF = {"icl": ("dataset", "block_size")}
+FREE_OF = {"icl-tuned": ("dataset", "block_size")}
 
 
 @dataclass
@@ -154,8 +154,8 @@ CLAIMS = [
     ("also in texts longer than trained on", "0.52 → 0.86 (64K, trained on)", "retrieval", FAR, "diff"),
     ("more attention on the answer", "0.03 → 0.30", "retrieval", ANSWER, "diff"),
     ("less attention on noise", "0.52 → 0.02", "retrieval", NOISE, "diff"),
-    ("the order of examples matters less (random)", "19.0 → 4.0 points", "icl", ANY_ORDER, "diff"),
-    ("also with classes in turn", "56.7 → 13.4 points", "icl", IN_TURN, "diff"),
+    ("the order of examples matters less (random)", "19.0 → 4.0 points", "icl-tuned", ANY_ORDER, "diff"),
+    ("also with classes in turn", "56.7 → 13.4 points", "icl-tuned", IN_TURN, "diff"),
     ("the largest attention logit is smaller", "318 → 38.8", "outliers", LOGIT, "diff"),
     ("the largest hidden state is smaller", "3609 → 1688", "outliers", STATE, "diff"),
     ("logits of 4 bits cost less", "29.5 → 7.4 points", "outliers", FEW_BITS, "diff"),

@@ -670,7 +670,7 @@ def test_every_claim_can_be_read_from_its_result(variants, monkeypatch):
         "anatomy-shakespeare-tuned": anatomy.anatomy(anatomy.AnatomyConfig(dataset="stories", seeds=2, train=TOY)),
         "retrieval": retrieval.retrieval(retrieval.RetrievalConfig(seeds=2, texts=1, train=TOY)),
         "outliers": outliers.outliers(outliers.OutliersConfig(seeds=2, train=TOY)),
-        "icl": icl.icl(icl.IclConfig(seeds=2, texts=5, texts_asked=3, sets=2, orders=2, train=TOY)),
+        "icl-tuned": icl.icl(icl.IclConfig(seeds=2, texts=5, texts_asked=3, sets=2, orders=2, train=TOY)),
     }
     save_best(TOY.dataset, **dict.fromkeys(("standard", "diff", "diff_v2"), (TOY.learning_rate, TOY.init_std)))
     for name, numbers in made.items():
