@@ -149,8 +149,8 @@ def icl(cfg):
         k["shots"].append(by_shots(model, words, cfg.texts_asked))
         k["orders"].append(by_order(model, words, cfg.sets, cfg.examples, cfg.orders))
         k["val_loss"].append(result["val_loss"])
-    own = {"train": asdict(cfg.train), "examples": cfg.examples, "tuning": found}
-    return {**own, "seeds": list(seeds), "kinds": kinds}
+    said = {"train": asdict(cfg.train), "examples": cfg.examples, "tuning": found}
+    return {**said, "seeds": list(seeds), "kinds": kinds}
 
 
 def at_best(shots):

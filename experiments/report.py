@@ -194,8 +194,8 @@ def wrong(name):
             return f"{name}.json was made with {setting}={made.get(setting)!r}: now it is {value!r}"
     if next(iter(kinds)) != "standard" or not {"diff", "diff_v2"} < set(kinds):
         return f"{name}.json is of {', '.join(kinds)}, and needs standard first, diff and diff_v2"
-    for kind, found in ((kind, found) for kind, found in best.items() if kind in kinds):
-        for setting, value in found["best"].items():
+    for kind in (kind for kind in best if kind in kinds):
+        for setting, value in best[kind]["best"].items():
             has = numbers.get("own", kinds)[kind][setting]
             if isinstance(has, list):  # a width's
                 has = has[numbers["widths"].index(made["n_embd"])]

@@ -152,8 +152,8 @@ def helpers(run, cfg):
             processes.append(process)
         signal.signal(signal.SIGINT, listens)
         yield
-        if lost := [process.exitcode for process in processes if process.exitcode]:
-            print(f"warning: {len(lost)} helpers ended early (exit code {lost[0]}); what they left was trained here")
+        if lost := [str(process.exitcode) for process in processes if process.exitcode]:
+            print(f"warning: helpers ended early (exit codes {', '.join(lost)}); what they left was trained here")
     finally:
         signal.signal(signal.SIGINT, listens)
         for process in processes:
