@@ -5,8 +5,8 @@
 
 A verdict is of pairs of runs with equal seeds: "seen" or "opposite" where a 95 % confidence interval of their
 differences leaves zero out on that side, else "not distinguishable". Where a model that only guesses would look best,
-there is none unless all have learned what is asked. Minutes are those of the whole command, with the
-runs that it shares with others.
+there is none unless all have learned what is asked. Minutes are those of the whole command if one process trains
+all of it, with the runs that it shares with others.
 """
 
 import statistics
